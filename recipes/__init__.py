@@ -1,0 +1,1 @@
+import cpu_torchvision  # noqa: F401  (first: see its docstring)
