@@ -1,0 +1,41 @@
+# Every verb installs .venv first when it is missing or older than requirements.txt.
+
+PYTHON  ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
+WORKERS ?= 2
+ARGS    ?=
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench
+
+help:  ## list the verbs
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## install exact versions into .venv (PYTHON=python3.12 picks the interpreter)
+
+demo: $(STAMP)  ## train one nested ViT on digits and slice it to four sizes: CPU, about a minute
+	$(BIN)/python -m recipes.matformer.matvit --preset tiny $(ARGS)
+
+# One thread for each worker: two workers with a thread pool each would fight over the same cores.
+test: $(STAMP)  ## run the tests (WORKERS=8 for more processes, ARGS="-k vera" for some of them)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+lint: $(STAMP)  ## check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)  ## run every benchmark, one after another
+	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file" $(ARGS); done
+
+$(STAMP): requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "Python 3.11 or newer is needed, but '$(PYTHON)' is $$($(PYTHON) -V 2>&1 || true)." \
+			"Name another: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "Installing requirements.txt into $(VENV): a few minutes, most of them for torch."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --requirement requirements.txt
+	@touch $@

@@ -1,0 +1,58 @@
+"""Drawing the granularity that each training step optimises."""
+
+import random
+from typing import Any
+
+import lightning as L
+
+from lightning_modules.matformer.nest import nesting_of, set_granularity
+
+
+class GranularitySampling(L.Callback):
+    """Sets a random granularity before every training step.
+
+    The draw is a function of (seed, global step) alone: all processes agree without talking, a
+    resumed run draws what the uninterrupted run would have drawn, and the micro-batches of one
+    accumulated step share it. Nothing else that is random is disturbed.
+
+    Args:
+        probabilities: one for each granularity, summing to 1; uniform when null (MatFormer, Eq. 2
+            and Table 6).
+        per_layer: draw each layer's granularity independently (OFA, Appendix B.4).
+        seed: of the draws.
+
+    Raises:
+        ValueError: when training starts, if the probabilities do not fit the model.
+    """
+
+    def __init__(
+        self, probabilities: list[float] | None = None, per_layer: bool = False, seed: int = 0
+    ):
+        self.probabilities = probabilities
+        self.per_layer = per_layer
+        self.seed = seed
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Check the probabilities against the model."""
+        names = nesting_of(pl_module.model).names  # type: ignore[arg-type]
+        p = self.probabilities
+        if p is not None and (len(p) != len(names) or min(p) < 0 or abs(sum(p) - 1) > 1e-6):
+            raise ValueError(
+                f"probabilities {p} must be {len(names)} numbers, one each for {', '.join(names)}, "
+                "not negative and summing to 1"
+            )
+
+    def draw(self, step: int, granularities: int, layers: int) -> list[int]:
+        """The granularity index of each layer at an optimizer step."""
+        generator = random.Random(f"{self.seed} {step}")
+        count = layers if self.per_layer else 1
+        chosen = generator.choices(range(granularities), weights=self.probabilities, k=count)
+        return chosen if self.per_layer else chosen * layers
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Set the draw of this step."""
+        nesting = nesting_of(pl_module.model)  # type: ignore[arg-type]
+        chosen = self.draw(trainer.global_step, len(nesting.names), len(nesting.layers))
+        set_granularity(pl_module.model, chosen)  # type: ignore[arg-type]

@@ -1,0 +1,28 @@
+"""Parameters and multiply-adds of a model, counted without running it on data."""
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Number of parameters; a shared one counts once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def count_macs(model: nn.Module, input_shape: Sequence[int]) -> int:
+    """Multiply-adds of one forward pass, matrix products of the attention included.
+
+    Counted on the meta device: no memory, no time, and the model stays where it is.
+
+    Args:
+        model: takes one float tensor.
+        input_shape: shape of that tensor, such as (1, 3, 224, 224).
+    """
+    shadow = copy.deepcopy(model).to("meta").eval()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        shadow(torch.empty(*input_shape, device="meta"))
+    return counter.get_total_flops() // 2

@@ -1,0 +1,117 @@
+"""How well submodels do, and how far they agree with the largest one.
+
+MatFormer (arXiv 2310.07707), Section 3.4 and Appendix F.1: a submodel is consistent with XL when
+both give the same greedy answer, and when the divergence of their output distributions is small.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import MeanMetric
+
+
+class SubmodelMetrics(nn.Module):
+    """Running averages over examples, for several submodels scored on the same data.
+
+    For each: `accuracy` and `loss` (softmax cross-entropy) against the label, `agreement` (share
+    of examples with the reference's top class) and `kl`, KL(reference ‖ submodel) in nats.
+    Examples labelled -100 only pad a distributed batch and are left out.
+    """
+
+    NAMES = ("accuracy", "loss", "agreement", "kl")
+
+    def __init__(self, labels: list[str]):
+        super().__init__()
+        self.labels = labels
+        # a label may hold characters that are not allowed in a module's name, so index by position
+        self.means = nn.ModuleList(
+            nn.ModuleDict({name: MeanMetric() for name in self.NAMES}) for _ in labels
+        )
+
+    def update(self, label: str, logits: Tensor, targets: Tensor, reference: Tensor) -> None:
+        """Add one batch.
+
+        Args:
+            label: one of `labels`.
+            logits: (B, C) of the submodel.
+            targets: (B,) class indices.
+            reference: (B, C) logits of the largest model on the same batch.
+        """
+        valid = targets != -100
+        if not valid.any():
+            return
+        logits, reference = logits[valid].float(), reference[valid].float()
+        targets = targets[valid]
+        best = logits.argmax(-1)
+        means = self.means[self.labels.index(label)]
+        means["accuracy"].update((best == targets).float())  # type: ignore[index]
+        means["loss"].update(F.cross_entropy(logits, targets, reduction="none"))  # type: ignore[index]
+        means["agreement"].update((best == reference.argmax(-1)).float())  # type: ignore[index]
+        divergence = F.kl_div(
+            logits.log_softmax(-1), reference.log_softmax(-1), reduction="none", log_target=True
+        )
+        means["kl"].update(divergence.sum(-1))  # type: ignore[index]
+
+    def compute(self) -> dict[str, dict[str, Tensor]]:
+        """The averages so far, over all processes, by label and name."""
+        return {
+            label: {name: mean.compute() for name, mean in means.items()}  # type: ignore
+            for label, means in zip(self.labels, self.means, strict=True)
+        }
+
+    def reset(self) -> None:
+        """Forget everything."""
+        for means in self.means:
+            for mean in means.values():  # type: ignore[operator]
+                mean.reset()
+
+
+def classification_loss(logits: Tensor, targets: Tensor, kind: str) -> Tensor:
+    """Mean loss of a batch.
+
+    Args:
+        logits: (B, C).
+        targets: (B,) class indices, or (B, C) soft targets (mixup).
+        kind: "softmax" (cross-entropy) or "sigmoid" (binary cross-entropy summed over classes, as
+            Scenic's ViT recipe has it).
+
+    Raises:
+        ValueError: for another kind.
+    """
+    if kind == "softmax":
+        return F.cross_entropy(logits, targets)
+    if kind == "sigmoid":
+        if targets.ndim == 1:
+            targets = F.one_hot(targets, logits.shape[-1])
+        loss = F.binary_cross_entropy_with_logits(
+            logits, targets.to(logits.dtype), reduction="none"
+        )
+        return loss.sum(-1).mean()
+    raise ValueError(f"unknown loss {kind!r}: expected 'softmax' or 'sigmoid'")
+
+
+def normalised(features: Tensor) -> Tensor:
+    """Vectors of unit length. Shape (B, D), computed in fp32."""
+    return F.normalize(features.float(), dim=-1)
+
+
+@torch.no_grad()
+def nearest_neighbour_accuracy(
+    queries: Tensor, query_labels: Tensor, documents: Tensor, document_labels: Tensor
+) -> float:
+    """1-NN accuracy: share of queries whose most similar document has the query's class.
+
+    Section 4.2.2; similarity is the cosine.
+
+    Args:
+        queries: (Q, D).
+        query_labels: (Q,).
+        documents: (N, D), encoded by the same or another submodel.
+        document_labels: (N,).
+    """
+    documents = normalised(documents).T
+    hits = [
+        document_labels[(normalised(chunk) @ documents).argmax(-1)] == labels
+        for chunk, labels in zip(queries.split(1024), query_labels.split(1024), strict=True)
+    ]
+    return torch.cat(hits).float().mean().item()

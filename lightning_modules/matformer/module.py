@@ -1,0 +1,224 @@
+"""Training an elastic vision Transformer (MatViT)."""
+
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from lightning_modules.backbones import build_vision, shard
+from lightning_modules.matformer.consistency import SubmodelMetrics, classification_loss
+from lightning_modules.matformer.idle_tail import freeze_idle_tail
+from lightning_modules.matformer.nest import nest, nesting_of, set_granularity
+from lightning_modules.optim import build_optimizer, parameter_groups, with_schedule
+from lightning_modules.weights import load_weights
+
+
+class MatViT(L.LightningModule):
+    """A nested image classifier; with `fractions: null`, the plain model it is compared with.
+
+    One step optimises L(M_i(x), y) for the granularity i that is set (MatFormer, arXiv
+    2310.07707, Eq. 2). The callback GranularitySampling sets it; without that callback and without
+    `joint`, the largest is trained.
+
+    Args:
+        num_classes: outputs of the head.
+        architecture: timm name of the model.
+        model_args: further arguments of timm.create_model.
+        pretrained: start from the hub's weights.
+        init_from: start from the weights of a checkpoint, state_dict or safetensors file. Not
+            part of the checkpoint: it is where this run began, not what it is.
+        fractions: share of the hidden neurons (or heads) at each granularity; null for none.
+        part: what is nested, "ffn" or "heads".
+        joint: null trains the granularity that is set. "mean" or "sum" puts every batch through
+            all granularities and takes the mean or sum of their losses.
+        split_batch: with `joint`, cut the batch into one piece for each granularity instead of
+            giving all of it to each (DynaBERT's training as Appendix B.4 describes it).
+        idle_tail: what AdamW does to the slices a step did not use: "frozen" leaves them as they
+            were, "moving" lets momentum and weight decay act on them.
+        loss: "softmax" or "sigmoid" cross-entropy.
+        head_bias: initial bias of the classifier, whose weights then start at zero; null leaves
+            timm's initialisation.
+        eval_granularities: submodels to validate besides the uniform ones: lists with one index
+            per layer.
+        optimizer: "adamw" or "sgd".
+        lr: peak learning rate.
+        betas: of AdamW.
+        momentum: of SGD.
+        weight_decay: decoupled, per unit of learning rate (AdamW); L2 (SGD).
+        decay_vectors: decay biases and norms too.
+        warmup_steps: optimizer steps.
+        schedule: "cosine", "linear", "constant_with_warmup", …
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        architecture: str = "vit_base_patch16_224",
+        model_args: dict[str, Any] | None = None,
+        pretrained: bool = False,
+        init_from: str | None = None,
+        fractions: list[float] | None = [0.125, 0.25, 0.5, 1.0],  # noqa: B006  (jsonargparse)
+        part: Literal["ffn", "heads"] = "ffn",
+        joint: Literal["mean", "sum"] | None = None,
+        split_batch: bool = False,
+        idle_tail: Literal["frozen", "moving"] = "frozen",
+        loss: Literal["softmax", "sigmoid"] = "softmax",
+        head_bias: float | None = None,
+        eval_granularities: list[list[int]] | None = None,
+        optimizer: Literal["adamw", "sgd"] = "adamw",
+        lr: float = 1e-3,
+        betas: list[float] = [0.9, 0.999],  # noqa: B006
+        momentum: float = 0.9,
+        weight_decay: float = 0.1,
+        decay_vectors: bool = False,
+        warmup_steps: int = 0,
+        schedule: str = "cosine",
+    ):
+        super().__init__()
+        if split_batch and joint is None:
+            raise ValueError("split_batch needs joint: 'mean' or 'sum'; there is nothing to split")
+        if joint is not None and fractions is None:
+            raise ValueError(f"joint: {joint} needs fractions; a plain model has one granularity")
+        self.save_hyperparameters(ignore=["init_from"])
+        self.init_from = init_from
+        self.model: nn.Module | None = None
+        self.metrics: SubmodelMetrics | None = None
+
+    def configure_model(self) -> None:
+        """Build the model once, on the process's device, and shard it where the strategy asks."""
+        if self.model is not None:
+            return
+        h = self.hparams
+        model = build_vision(h.architecture, h.num_classes, h.model_args or {}, h.pretrained)
+        if h.head_bias is not None:
+            classifier = model.get_classifier()  # type: ignore[operator]
+            nn.init.zeros_(classifier.weight)
+            nn.init.constant_(classifier.bias, h.head_bias)
+        if self.init_from is not None:
+            load_weights(model, self.init_from)
+        if h.fractions is not None:
+            nest(model, h.fractions, h.part)
+        if self.device_mesh is not None:
+            shard(model, self.device_mesh["data_parallel"])
+        self.model = model
+        self.metrics = SubmodelMetrics(list(self.submodels))
+
+    @property
+    def submodels(self) -> dict[str, list[int] | None]:
+        """What validation scores, by label; the largest comes first and is the reference."""
+        if self.hparams.fractions is None:
+            return {"all": None}
+        assert self.model is not None
+        nesting = nesting_of(self.model)
+        uniform = [nesting.resolve(name) for name in reversed(nesting.names)]
+        extra = [nesting.resolve(mix) for mix in self.hparams.eval_granularities or []]
+        return {nesting.label(chosen): chosen for chosen in uniform + extra}
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (B, num_classes) of the granularity that is set, for images (B, 3, H, W)."""
+        assert self.model is not None
+        return self.model(images)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Eq. 2 for the granularity that is set, or all granularities jointly."""
+        images, targets = batch
+        if self.hparams.joint is None:
+            loss = classification_loss(self(images), targets, self.hparams.loss)
+        else:
+            loss = self._joint_loss(images, targets)
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
+
+    def _joint_loss(self, images: Tensor, targets: Tensor) -> Tensor:
+        assert self.model is not None
+        count = len(nesting_of(self.model).names)
+        if self.hparams.split_batch:
+            if len(images) < count:
+                raise ValueError(
+                    f"a batch of {len(images)} cannot be split over {count} granularities: "
+                    f"set data.batch_size to at least {count}"
+                )
+            pieces = list(zip(images.chunk(count), targets.chunk(count), strict=True))
+        else:
+            pieces = [(images, targets)] * count
+        losses = []
+        for granularity, (x, y) in enumerate(pieces):
+            set_granularity(self.model, granularity)
+            losses.append(classification_loss(self(x), y, self.hparams.loss))
+        total = torch.stack(losses).sum()
+        return total / count if self.hparams.joint == "mean" else total
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Score every submodel on the same batch."""
+        self._score(batch)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Score every submodel on the same batch."""
+        self._score(batch)
+
+    def _score(self, batch: tuple[Tensor, Tensor]) -> None:
+        assert self.model is not None and self.metrics is not None
+        images, targets = batch
+        reference = None
+        for label, granularity in self.submodels.items():
+            if granularity is not None:
+                set_granularity(self.model, granularity)
+            logits = self(images)
+            reference = logits if reference is None else reference
+            self.metrics.update(label, logits, targets, reference)
+        if self.hparams.fractions is not None:
+            set_granularity(self.model, len(self.hparams.fractions) - 1)
+
+    def on_validation_epoch_end(self) -> None:
+        """Report `val/accuracy_XL`, `val/loss_XL`, … (`val/accuracy` for a plain model)."""
+        self._report("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Report `test/accuracy_XL` and the rest."""
+        self._report("test")
+
+    def _report(self, stage: str) -> None:
+        assert self.metrics is not None
+        for label, values in self.metrics.compute().items():
+            suffix = "" if label == "all" else f"_{label}"
+            for name, value in values.items():
+                shown = name == "accuracy" and "*" not in label
+                self.log(f"{stage}/{name}{suffix}", value, prog_bar=shown)
+        self.metrics.reset()
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Logits (B, num_classes) of the largest granularity."""
+        return self(batch[0])
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """The optimizer over everything, with its schedule and the policy for idle slices."""
+        assert self.model is not None
+        h = self.hparams
+        never = self.model.no_weight_decay() if hasattr(self.model, "no_weight_decay") else ()
+        groups = parameter_groups(
+            self.model.named_parameters(),
+            h.weight_decay,
+            h.decay_vectors,
+            never,  # type: ignore
+        )
+        optimizer = build_optimizer(h.optimizer, groups, h.lr, tuple(h.betas), h.momentum)
+        if h.fractions is not None and h.idle_tail == "frozen":
+            freeze_idle_tail(optimizer, self.model)
+        total = int(self.trainer.estimated_stepping_batches)
+        return with_schedule(optimizer, h.schedule, h.warmup_steps, total)  # type: ignore
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse the checkpoint of another model before its tensors are compared one by one.
+
+        Raises:
+            ValueError: naming what differs.
+        """
+        saved = checkpoint.get("hyper_parameters", {})
+        for name in ("architecture", "model_args", "num_classes", "fractions", "part"):
+            ours = self.hparams[name]
+            if name not in saved or (saved[name] or None) != (ours or None):
+                raise ValueError(
+                    f"this checkpoint is of another model: its {name} is {saved.get(name)!r}, "
+                    f"this run's is {ours!r}; to start anew from its weights use model.init_from"
+                )

@@ -1,0 +1,73 @@
+"""Parameter groups and learning-rate schedules that several methods share."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+from transformers.optimization import get_scheduler
+
+
+def parameter_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    weight_decay: float,
+    decay_vectors: bool = False,
+    never: Iterable[str] = (),
+) -> list[dict[str, Any]]:
+    """Two groups: parameters that decay, and those that do not.
+
+    Args:
+        named_parameters: those with requires_grad are taken.
+        weight_decay: AdamW's decoupled decay, per unit of learning rate.
+        decay_vectors: also decay biases, norms and other one-dimensional parameters.
+        never: names that never decay (timm's `model.no_weight_decay()`), unless decay_vectors.
+    """
+    decayed, kept = [], []
+    never = set(never)
+    for name, parameter in named_parameters:
+        if parameter.requires_grad:
+            spare = not decay_vectors and (parameter.ndim < 2 or name in never)
+            (kept if spare else decayed).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": kept, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(
+    name: str,
+    groups: list[dict[str, Any]],
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    momentum: float = 0.9,
+) -> Optimizer:
+    """AdamW or SGD with momentum.
+
+    Raises:
+        ValueError: for any other name.
+    """
+    if name == "adamw":
+        return AdamW(groups, lr=lr, betas=betas)
+    if name == "sgd":
+        return SGD(groups, lr=lr, momentum=momentum)
+    raise ValueError(f"unknown optimizer {name!r}: expected 'adamw' or 'sgd'")
+
+
+def with_schedule(
+    optimizer: Optimizer, schedule: str, warmup_steps: int, total_steps: int
+) -> dict[str, Any]:
+    """The optimizer with a learning rate that changes every step, as Lightning takes it.
+
+    Args:
+        optimizer: its `lr` is the peak.
+        schedule: a name of transformers' get_scheduler: "cosine", "linear",
+            "constant_with_warmup", …
+        warmup_steps: optimizer steps of linear warm-up from 0.
+        total_steps: optimizer steps of the whole run.
+    """
+    scheduler = get_scheduler(schedule, optimizer, warmup_steps, total_steps)
+    return {
+        "optimizer": optimizer,
+        "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+    }

@@ -1,0 +1,5 @@
+"""`python -m recipes`: see recipes/cli.py."""
+
+from recipes.cli import main
+
+main()

@@ -1,0 +1,93 @@
+"""One training stage from one YAML file: fit, validate, test or predict.
+
+python -m recipes fit -c recipes/matformer/matvit.yaml
+python -m recipes fit -c recipes/matformer/matvit.yaml --ckpt_path runs/…/last.ckpt   (continue)
+python -m recipes fit -c recipes/matformer/matvit.yaml --trainer.devices 8 --trainer.strategy ddp
+"""
+
+import logging
+
+import lightning as L
+import torch
+from jsonargparse import Namespace
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+
+from callbacks.seeding import SeedEveryStep
+
+
+class RecipeCLI(LightningCLI):
+    """Lightning's command line, with what every recipe has in common.
+
+    Added keys: `checkpoint` (Lightning's ModelCheckpoint; last.ckpt is always written) and
+    `seeding` (reproducible noise, see SeedEveryStep). `seed_everything` is the one seed of a run:
+    the order of the data and the noise of the steps follow it.
+    """
+
+    def __init__(self, args: ArgsType = None, run: bool = True):
+        super().__init__(
+            L.LightningModule,
+            L.LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            # it would put every argument, init_from too, into the checkpoint's hyperparameters
+            load_from_checkpoint_support=False,
+            save_config_kwargs={"overwrite": True},
+            parser_kwargs={"prog": "python -m recipes", "description": __doc__},
+            args=args,
+            run=run,
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add what all stages share."""
+        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
+        parser.add_lightning_class_args(SeedEveryStep, "seeding")
+        parser.set_defaults({"checkpoint.save_last": True})
+        parser.link_arguments("seed_everything", "seeding.seed", compute_fn=int)
+        parser.link_arguments("seed_everything", "data.init_args.seed", compute_fn=int)
+        parser.link_arguments(
+            "data.num_classes", "model.init_args.num_classes", apply_on="instantiate"
+        )
+
+    def _parse_ckpt_path(self) -> None:
+        """Keep the YAML's word on resume.
+
+        Lightning would let the checkpoint's hyperparameters win over the file silently; the
+        modules compare the two instead and refuse another model's checkpoint.
+        """
+
+
+class _ParseOnly(RecipeCLI):
+    def instantiate_classes(self) -> None:
+        """Stop before anything is built."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Stop before anything is run."""
+
+
+def parse(path: str, overrides: list[str] | None = None) -> Namespace:
+    """What a stage's file says, with defaults filled in; nothing is built or run.
+
+    Args:
+        path: a stage (matvit.yaml), or a preset (matvit.tiny.yaml), which is laid over its stage.
+        overrides: further command-line arguments.
+    """
+    args = [item for file in layers_of(path) for item in ("-c", file)]
+    return _ParseOnly(["fit", *args, *(overrides or [])]).config["fit"]
+
+
+def layers_of(path: str) -> list[str]:
+    """The files that make up a stage: the file itself, after its base if it is a preset."""
+    folder, _, name = path.rpartition("/")
+    parts = name.split(".")
+    base = f"{folder}/{parts[0]}.yaml" if folder else f"{parts[0]}.yaml"
+    return [path] if len(parts) == 2 else [base, path]
+
+
+def main(args: list[str] | None = None) -> RecipeCLI:
+    """Run one stage; the command line is sys.argv's unless args are given."""
+    torch.set_float32_matmul_precision("high")
+    logging.getLogger("lightning_modules").setLevel(logging.INFO)
+    return RecipeCLI(args)

@@ -1,0 +1,258 @@
+"""An experiment: training stages in order, then an evaluation that ends in a report.
+
+A stage is one call of `python -m recipes fit`. Its folder holds its checkpoints, its metrics.csv
+and stage.json, which says what it was made from. Run again, a finished stage is skipped, a killed
+one continues from last.ckpt, and one whose settings have changed starts anew.
+"""
+
+import argparse
+import csv
+import hashlib
+import importlib
+import json
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from recipes.cli import main as run_stage
+from recipes.cli import parse
+
+console = Console()
+
+
+@dataclass
+class StageResult:
+    """A finished stage.
+
+    Attributes:
+        checkpoint: its last.ckpt.
+        metrics: the last value of everything it logged.
+        seconds: of training, over all sittings.
+    """
+
+    checkpoint: Path
+    metrics: dict[str, float]
+    seconds: float
+
+
+@dataclass
+class Experiment:
+    """One run of an experiment at one preset.
+
+    Attributes:
+        name: such as "matformer.matvit".
+        folder: where the recipe's YAML files are.
+        preset: "tiny", "small", "paper" or any other that the folder has files for.
+        seeds: run every stage with seeds 0 … seeds - 1.
+        out: runs/<experiment>/<preset>.
+        extra: command-line arguments handed to every stage.
+    """
+
+    name: str
+    folder: Path
+    preset: str
+    seeds: int
+    out: Path
+    extra: list[str] = field(default_factory=list)
+    command: str = ""
+
+    def stage(
+        self, name: str, config: str, seed: int = 0, overrides: dict[str, Any] | None = None
+    ) -> StageResult:
+        """Train a stage, unless it is finished.
+
+        Args:
+            name: folder of the stage within the run.
+            config: the stage's YAML without its ending; the preset's file is laid over it.
+            seed: of everything random in the stage.
+            overrides: arguments that this stage changes, such as {"trainer.max_epochs": 4}.
+
+        Raises:
+            RuntimeError: if the training failed.
+        """
+        folder = self.out / f"seed{seed}" / name
+        files = self.files(config)
+        arguments = {**(overrides or {}), "seed_everything": seed}
+        fingerprint = self._fingerprint(files, arguments)
+        record_file, last = folder / "stage.json", folder / "checkpoints" / "last.ckpt"
+        record = json.loads(record_file.read_text()) if record_file.is_file() else {}
+        title = f"{self.name} ({self.preset}), seed {seed}: {name}"
+        if record.get("fingerprint") != fingerprint:
+            if folder.exists():
+                console.print(f"[yellow]{title}: its settings have changed, starting anew")
+                shutil.rmtree(folder)
+            record = {"fingerprint": fingerprint, "finished": False, "seconds": 0.0}
+        if record["finished"] and last.is_file():
+            console.print(f"[dim]{title}: finished before, skipped")
+            return StageResult(last, read_metrics(folder), record["seconds"])
+        folder.mkdir(parents=True, exist_ok=True)
+        record_file.write_text(json.dumps(record))
+        # what a stage computes from the user's arguments (a quarter of max_epochs) overrides them
+        args = ["fit", *(part for file in files for part in ("-c", str(file))), *self.extra]
+        args += [f"--{key}={_as_argument(value)}" for key, value in arguments.items()]
+        args += [f"--trainer.default_root_dir={folder}", f"--checkpoint.dirpath={last.parent}"]
+        logger = {
+            "class_path": "lightning.pytorch.loggers.CSVLogger",
+            "init_args": {"save_dir": str(folder), "name": "", "version": ""},
+        }
+        args.append(f"--trainer.logger={json.dumps(logger)}")
+        if last.is_file():
+            console.print(f"[bold]{title}: continues from {last}")
+            args.append(f"--ckpt_path={last}")
+        else:
+            console.print(f"[bold]{title}")
+        start = time.monotonic()
+        self._run(args)
+        record["seconds"] += time.monotonic() - start
+        record["finished"] = True
+        record_file.write_text(json.dumps(record))
+        return StageResult(last, read_metrics(folder), record["seconds"])
+
+    def files(self, config: str) -> list[Path]:
+        """The YAML files of a stage at this preset.
+
+        Raises:
+            ValueError: if there is no such preset.
+        """
+        base = self.folder / f"{config}.yaml"
+        if self.preset == "paper":
+            return [base]
+        preset = self.folder / f"{config}.{self.preset}.yaml"
+        if not preset.is_file():
+            known = presets(self.folder, config)
+            raise ValueError(f"unknown preset {self.preset!r}: expected {', '.join(known)}")
+        return [base, preset]
+
+    def datamodule(self, config: str, seed: int = 0) -> Any:
+        """The DataModule of a stage, to evaluate on; the one that training used."""
+        arguments = [*self.extra, f"--seed_everything={seed}"]
+        settings = parse(str(self.files(config)[-1]), arguments).data
+        module, _, name = settings.class_path.rpartition(".")
+        arguments = {**settings.init_args.as_dict(), "seed": seed}
+        return getattr(importlib.import_module(module), name)(**arguments)
+
+    def _run(self, args: list[str]) -> None:
+        """In this process on one device; in a process of its own where Lightning starts several.
+
+        Lightning's launcher runs the whole command again on every rank, which has to be the
+        stage and not the experiment.
+        """
+        several = ("--trainer.devices", "--trainer.num_nodes", "--trainer.strategy")
+        if any(argument.startswith(several) for argument in self.extra):
+            subprocess.run([sys.executable, "-m", "recipes", *args], check=True)
+            return
+        # the stage's own line says enough; advice and device lists would bury it
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+        logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+        trainer = run_stage(args).trainer
+        if trainer.interrupted:
+            raise KeyboardInterrupt
+
+    def _fingerprint(self, files: list[Path], arguments: dict[str, Any]) -> str:
+        """Of all that a stage is made from: its files, arguments, and the weights it starts from."""
+        digest = hashlib.sha256()
+        for file in files:
+            digest.update(file.read_bytes())
+        digest.update(json.dumps([arguments, self.extra], sort_keys=True, default=str).encode())
+        for value in arguments.values():
+            if isinstance(value, Path) and value.is_file():
+                digest.update(str(value.stat().st_mtime_ns).encode())
+        return digest.hexdigest()
+
+    def provenance(self) -> str:
+        """One line for a report: command, device, software, date."""
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name()
+        return (
+            f"`{self.command}` · {self.seeds} seed{'s' if self.seeds > 1 else ''} · {device} · "
+            f"torch {torch.__version__} · {time.strftime('%Y-%m-%d')}"
+        )
+
+
+def presets(folder: Path, config: str) -> list[str]:
+    """The presets that a stage has files for."""
+    return [*sorted(file.name.split(".")[1] for file in folder.glob(f"{config}.*.yaml")), "paper"]
+
+
+def from_command_line(
+    name: str, file: str, config: str, description: str, argv: list[str] | None = None
+) -> Experiment:
+    """The experiment that a command line asks for.
+
+    Args:
+        name: such as "matformer.matvit".
+        file: the recipe's __file__.
+        config: its main stage, whose presets it offers.
+        description: shown by --help.
+        argv: arguments; sys.argv's by default.
+    """
+    folder = Path(file).parent
+    parser = argparse.ArgumentParser(
+        prog=f"python -m recipes.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Any further argument goes to every stage: --data.root DIR, "
+        "--trainer.accelerator gpu, --trainer.devices 8 --trainer.strategy ddp, … "
+        "(python -m recipes fit --help lists them).",
+    )
+    known = presets(folder, config)
+    parser.add_argument("--preset", default="tiny", metavar="NAME", help=f"{', '.join(known)}")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs; default 1")
+    parser.add_argument("--out", default="runs", metavar="DIR", help="default runs/")
+    argv = sys.argv[1:] if argv is None else argv
+    options, extra = parser.parse_known_args(argv)
+    if options.preset not in known:
+        parser.error(f"unknown preset {options.preset!r}: expected {', '.join(known)}")
+    if options.seeds < 1:
+        parser.error(f"--seeds {options.seeds}: expected at least 1")
+    extra = [_long_form(argument) for argument in extra]
+    out = Path(options.out) / name.replace(".", "-") / options.preset
+    command = shlex.join(["python", "-m", f"recipes.{name}", *argv])
+    return Experiment(name, folder, options.preset, options.seeds, out, extra, command)
+
+
+def read_metrics(folder: Path) -> dict[str, float]:
+    """The last value of every column of a stage's metrics.csv."""
+    metrics: dict[str, float] = {}
+    file = folder / "metrics.csv"
+    if file.is_file():
+        with file.open(newline="") as rows:
+            for row in csv.DictReader(rows):
+                metrics.update({key: float(value) for key, value in row.items() if value})
+    return metrics
+
+
+def _long_form(argument: str) -> str:
+    """`--data.root` for `--data.init_args.root`, so that users need not know of classes."""
+    for group in ("data", "model"):
+        prefix = f"--{group}."
+        if argument.startswith(prefix) and not argument.startswith(
+            (prefix + "init_args", prefix + "class_path")
+        ):
+            return argument.replace(prefix, prefix + "init_args.", 1)
+    return argument
+
+
+def _as_argument(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict | list | type(None)) else str(value)
+
+
+def _cpu_name() -> str:
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.split(":", 1)[1].strip()
+                break
+    return f"{name}, {os.cpu_count()} cores"

@@ -1,0 +1,135 @@
+"""Submodels of trained models: how to take them, and how to score them side by side."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.progress import track
+from torch import Tensor, nn
+
+from lightning_modules.backbones import feature_vector
+from lightning_modules.counting import count_macs, count_parameters
+from lightning_modules.matformer import MatViT, extract, mix_and_match
+from lightning_modules.matformer.consistency import SubmodelMetrics
+from lightning_modules.matformer.nest import nesting_of, set_granularity
+
+
+@dataclass
+class Submodel:
+    """One size of one model.
+
+    Attributes:
+        label: such as "M" or "M*3+L*3".
+        parameters: of the extracted model, without the classifier (the paper counts so).
+        macs: multiply-adds of one image, without the classifier.
+        forward: images (B, 3, H, W) to logits (B, C).
+        features: images (B, 3, H, W) to feature vectors (B, D).
+    """
+
+    label: str
+    parameters: int
+    macs: int
+    forward: Callable[[Tensor], Tensor]
+    features: Callable[[Tensor], Tensor]
+
+
+def device() -> torch.device:
+    """A GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load(checkpoint: Path) -> nn.Module:
+    """The model of a stage's checkpoint, nested or plain, ready to evaluate."""
+    module = MatViT.load_from_checkpoint(checkpoint, map_location="cpu")
+    assert module.model is not None
+    return module.model.to(device()).eval()
+
+
+def submodel(model: nn.Module, image_size: int, granularity: Sequence[int] | None) -> Submodel:
+    """A submodel of a nested model, or with None the whole of a plain one.
+
+    It shares the model's weights; its sizes are those of the extracted model.
+    """
+    plain = model if granularity is None else extract(model, granularity)
+    body = headless(plain)
+
+    def select() -> None:
+        if granularity is not None:
+            set_granularity(model, granularity)
+
+    def forward(images: Tensor) -> Tensor:
+        select()
+        return model(images)
+
+    def features(images: Tensor) -> Tensor:
+        select()
+        return feature_vector(model, images)
+
+    label = "all" if granularity is None else nesting_of(model).label(granularity)
+    macs = count_macs(body, (1, 3, image_size, image_size))
+    return Submodel(label, count_parameters(body), macs, forward, features)
+
+
+def headless(model: nn.Module) -> nn.Module:
+    """The model on the meta device, without its classifier."""
+    import copy
+
+    shadow = copy.deepcopy(model).to("meta")
+    shadow.reset_classifier(0)  # type: ignore[operator]
+    return shadow
+
+
+def ladder(model: nn.Module, between: int) -> list[list[int]]:
+    """Configurations from the smallest to the largest: uniform ones, Mix'n'Match in between.
+
+    Args:
+        model: nested.
+        between: Mix'n'Match sizes between two neighbouring granularities.
+    """
+    nesting = nesting_of(model)
+    widths, layers = nesting.layers[0].widths, len(nesting.layers)
+    found: list[list[int]] = []
+    for small, large in zip(widths, widths[1:], strict=False):
+        for i in range(between + 1):
+            budget = layers * small + layers * (large - small) * i // (between + 1)
+            mix = mix_and_match(layers, widths, budget)
+            if mix not in found:
+                found.append(mix)
+    return [*found, [len(widths) - 1] * layers]
+
+
+@torch.no_grad()
+def score(
+    submodels: Sequence[Submodel], loader: Iterable, reference: Submodel, what: str
+) -> dict[str, dict[str, float]]:
+    """Accuracy, loss, agreement and KL of several submodels in one pass over the data.
+
+    Args:
+        submodels: scored by label.
+        loader: batches of (images, targets).
+        reference: the model that they are compared with.
+        what: shown beside the progress bar.
+    """
+    metrics = SubmodelMetrics([model.label for model in submodels]).to(device())
+    for images, targets in track(list(loader), description=what, transient=True):
+        images, targets = images.to(device()), targets.to(device())
+        expected = reference.forward(images)
+        for model in submodels:
+            same = model.label == reference.label
+            logits = expected if same else model.forward(images)
+            metrics.update(model.label, logits, targets, expected)
+    return {
+        label: {name: value.item() for name, value in values.items()}
+        for label, values in metrics.compute().items()
+    }
+
+
+@torch.no_grad()
+def encode(model: Submodel, loader: Iterable, what: str) -> tuple[Tensor, Tensor]:
+    """Feature vectors (N, D) and labels (N,) of a data set."""
+    features, labels = [], []
+    for images, targets in track(list(loader), description=what, transient=True):
+        features.append(model.features(images.to(device())).cpu())
+        labels.append(targets)
+    return torch.cat(features), torch.cat(labels)

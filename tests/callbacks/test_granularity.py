@@ -1,0 +1,61 @@
+"""The draw depends on (seed, step) only."""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from callbacks.granularity import GranularitySampling
+
+
+def draws(callback, steps=range(2000)):
+    return [tuple(callback.draw(step, 4, 3)) for step in steps]
+
+
+def test_draws_repeat_and_do_not_touch_other_generators():
+    random.seed(1)
+    torch.manual_seed(1)
+    expected = random.Random(1).random()
+    first = draws(GranularitySampling(seed=5))
+    assert first == draws(GranularitySampling(seed=5))
+    assert first != draws(GranularitySampling(seed=6))
+    assert first[700:] == draws(GranularitySampling(seed=5), range(700, 2000))  # a resumed run
+    assert random.random() == expected
+    assert torch.rand(1) == torch.rand(1, generator=torch.Generator().manual_seed(1))
+
+
+def test_one_granularity_for_all_layers_and_uniform():
+    counts = Counter(draws(GranularitySampling()))
+    assert set(counts) == {(i,) * 3 for i in range(4)}
+    assert all(400 < count < 600 for count in counts.values())
+
+
+def test_probabilities_of_table_6():
+    probabilities = [0.17, 0.20, 0.22, 0.41]
+    counts = Counter(
+        chosen[0] for chosen in draws(GranularitySampling(probabilities), range(20000))
+    )
+    for index, probability in enumerate(probabilities):
+        assert abs(counts[index] / 20000 - probability) < 0.015
+
+
+def test_per_layer_draws_are_independent():
+    counts = Counter(draws(GranularitySampling(per_layer=True), range(12800)))
+    assert len(counts) == 64
+    assert all(120 < count < 290 for count in counts.values())
+
+
+@pytest.mark.parametrize(
+    "probabilities", [[0.5, 0.5], [0.5, 0.5, 0.5, -0.5], [0.25, 0.25, 0.25, 0.26]]
+)
+def test_bad_probabilities(probabilities):
+    import timm
+    from lightning import LightningModule
+
+    from lightning_modules.matformer import nest
+
+    module = LightningModule()
+    module.model = nest(timm.create_model("vit_tiny_patch16_224", depth=1))
+    with pytest.raises(ValueError, match="must be 4 numbers, one each for S, M, L, XL"):
+        GranularitySampling(probabilities).on_train_start(None, module)
