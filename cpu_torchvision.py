@@ -15,7 +15,7 @@ import torch
 _declared: list[torch.library.Library] = []  # a Library undoes its definitions when it is collected
 
 try:
-    import torchvision  # noqa: F401
+    import torchvision
 except RuntimeError as error:
     if "torchvision::nms" not in str(error):
         raise

@@ -1,6 +1,5 @@
 """Parameter groups and learning-rate schedules that several methods share."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -9,22 +8,20 @@ from transformers.optimization import get_scheduler
 
 
 def parameter_groups(
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-    weight_decay: float,
-    decay_vectors: bool = False,
-    never: Iterable[str] = (),
+    model: nn.Module, weight_decay: float, decay_vectors: bool = False
 ) -> list[dict[str, Any]]:
     """Two groups: parameters that decay, and those that do not.
 
     Args:
-        named_parameters: those with requires_grad are taken.
+        model: its parameters with requires_grad are taken; what its `no_weight_decay()` names, if
+            it has one (timm's do), counts as a vector.
         weight_decay: AdamW's decoupled decay, per unit of learning rate.
         decay_vectors: also decay biases, norms and other one-dimensional parameters.
-        never: names that never decay (timm's `model.no_weight_decay()`), unless decay_vectors.
     """
-    decayed, kept = [], []
-    never = set(never)
-    for name, parameter in named_parameters:
+    decayed: list[nn.Parameter] = []
+    kept: list[nn.Parameter] = []
+    never: set[str] = getattr(model, "no_weight_decay", set)()
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             spare = not decay_vectors and (parameter.ndim < 2 or name in never)
             (kept if spare else decayed).append(parameter)
@@ -54,9 +51,7 @@ def build_optimizer(
     raise ValueError(f"unknown optimizer {name!r}: expected 'adamw' or 'sgd'")
 
 
-def with_schedule(
-    optimizer: Optimizer, schedule: str, warmup_steps: int, total_steps: int
-) -> dict[str, Any]:
+def with_schedule(optimizer: Optimizer, schedule: str, warmup_steps: int, total_steps: int) -> Any:
     """The optimizer with a learning rate that changes every step, as Lightning takes it.
 
     Args:

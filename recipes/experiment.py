@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,12 @@ class Experiment:
         record_file.write_text(json.dumps(record))
         return StageResult(last, read_metrics(folder), record["seconds"])
 
+    def sibling(self, name: str) -> "Experiment":
+        """Another experiment of the same command line: its finished stages are used again."""
+        return replace(
+            self, name=name, out=self.out.parent.parent / folder_name(name) / self.preset
+        )
+
     def files(self, config: str) -> list[Path]:
         """The YAML files of a stage at this preset.
 
@@ -136,8 +142,7 @@ class Experiment:
 
     def datamodule(self, config: str, seed: int = 0) -> Any:
         """The DataModule of a stage, to evaluate on; the one that training used."""
-        arguments = [*self.extra, f"--seed_everything={seed}"]
-        settings = parse(str(self.files(config)[-1]), arguments).data
+        settings = parse(str(self.files(config)[-1]), self.extra).data
         module, _, name = settings.class_path.rpartition(".")
         arguments = {**settings.init_args.as_dict(), "seed": seed}
         return getattr(importlib.import_module(module), name)(**arguments)
@@ -160,7 +165,7 @@ class Experiment:
             raise KeyboardInterrupt
 
     def _fingerprint(self, files: list[Path], arguments: dict[str, Any]) -> str:
-        """Of all that a stage is made from: its files, arguments, and the weights it starts from."""
+        """Of what a stage is made from: its files, arguments, and the weights it starts from."""
         digest = hashlib.sha256()
         for file in files:
             digest.update(file.read_bytes())
@@ -216,9 +221,14 @@ def from_command_line(
     if options.seeds < 1:
         parser.error(f"--seeds {options.seeds}: expected at least 1")
     extra = [_long_form(argument) for argument in extra]
-    out = Path(options.out) / name.replace(".", "-") / options.preset
+    out = Path(options.out) / folder_name(name) / options.preset
     command = shlex.join(["python", "-m", f"recipes.{name}", *argv])
     return Experiment(name, folder, options.preset, options.seeds, out, extra, command)
+
+
+def folder_name(name: str) -> str:
+    """The folder under runs/ of an experiment."""
+    return name.replace(".", "-")
 
 
 def read_metrics(folder: Path) -> dict[str, float]:

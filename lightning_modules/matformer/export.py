@@ -114,10 +114,9 @@ def load(folder: str | Path) -> nn.Module:
 def _narrow(model: nn.Module, part: str, widths: dict[str, int]) -> nn.Module:
     """Give the named layers their widths; the weights are about to be replaced."""
     layers = dict(model.named_modules())
-    first = next(iter(widths))
-    module = layers[first]
-    full = module.num_heads if isinstance(module, Attention) else module.fc2.in_features  # type: ignore[union-attr]
-    fractions = sorted({width / full for width in widths.values()} | {1.0})  # type: ignore[operator]
+    module: Any = layers[next(iter(widths))]
+    full = module.num_heads if isinstance(module, Attention) else module.fc2.in_features
+    fractions = sorted({width / full for width in widths.values()} | {1.0})
     nest(model, fractions, part)  # type: ignore[arg-type]
     chosen = [layer.widths.index(widths[layer.name]) for layer in nesting_of(model).layers]
     set_granularity(model, chosen)

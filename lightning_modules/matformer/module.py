@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 from lightning_modules.backbones import build_vision, shard
@@ -85,11 +86,16 @@ class MatViT(L.LightningModule):
         self.model: nn.Module | None = None
         self.metrics: SubmodelMetrics | None = None
 
+    @property
+    def settings(self) -> Any:
+        """The arguments of __init__."""
+        return self.hparams
+
     def configure_model(self) -> None:
         """Build the model once, on the process's device, and shard it where the strategy asks."""
         if self.model is not None:
             return
-        h = self.hparams
+        h = self.settings
         model = build_vision(h.architecture, h.num_classes, h.model_args or {}, h.pretrained)
         if h.head_bias is not None:
             classifier = model.get_classifier()  # type: ignore[operator]
@@ -107,12 +113,12 @@ class MatViT(L.LightningModule):
     @property
     def submodels(self) -> dict[str, list[int] | None]:
         """What validation scores, by label; the largest comes first and is the reference."""
-        if self.hparams.fractions is None:
+        if self.settings.fractions is None:
             return {"all": None}
         assert self.model is not None
         nesting = nesting_of(self.model)
         uniform = [nesting.resolve(name) for name in reversed(nesting.names)]
-        extra = [nesting.resolve(mix) for mix in self.hparams.eval_granularities or []]
+        extra = [nesting.resolve(mix) for mix in self.settings.eval_granularities or []]
         return {nesting.label(chosen): chosen for chosen in uniform + extra}
 
     def forward(self, images: Tensor) -> Tensor:
@@ -123,8 +129,8 @@ class MatViT(L.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Eq. 2 for the granularity that is set, or all granularities jointly."""
         images, targets = batch
-        if self.hparams.joint is None:
-            loss = classification_loss(self(images), targets, self.hparams.loss)
+        if self.settings.joint is None:
+            loss = classification_loss(self(images), targets, self.settings.loss)
         else:
             loss = self._joint_loss(images, targets)
         self.log("train/loss", loss, prog_bar=True)
@@ -133,7 +139,7 @@ class MatViT(L.LightningModule):
     def _joint_loss(self, images: Tensor, targets: Tensor) -> Tensor:
         assert self.model is not None
         count = len(nesting_of(self.model).names)
-        if self.hparams.split_batch:
+        if self.settings.split_batch:
             if len(images) < count:
                 raise ValueError(
                     f"a batch of {len(images)} cannot be split over {count} granularities: "
@@ -145,9 +151,9 @@ class MatViT(L.LightningModule):
         losses = []
         for granularity, (x, y) in enumerate(pieces):
             set_granularity(self.model, granularity)
-            losses.append(classification_loss(self(x), y, self.hparams.loss))
+            losses.append(classification_loss(self(x), y, self.settings.loss))
         total = torch.stack(losses).sum()
-        return total / count if self.hparams.joint == "mean" else total
+        return total / count if self.settings.joint == "mean" else total
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Score every submodel on the same batch."""
@@ -167,8 +173,8 @@ class MatViT(L.LightningModule):
             logits = self(images)
             reference = logits if reference is None else reference
             self.metrics.update(label, logits, targets, reference)
-        if self.hparams.fractions is not None:
-            set_granularity(self.model, len(self.hparams.fractions) - 1)
+        if self.settings.fractions is not None:
+            set_granularity(self.model, len(self.settings.fractions) - 1)
 
     def on_validation_epoch_end(self) -> None:
         """Report `val/accuracy_XL`, `val/loss_XL`, … (`val/accuracy` for a plain model)."""
@@ -191,22 +197,16 @@ class MatViT(L.LightningModule):
         """Logits (B, num_classes) of the largest granularity."""
         return self(batch[0])
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer over everything, with its schedule and the policy for idle slices."""
         assert self.model is not None
-        h = self.hparams
-        never = self.model.no_weight_decay() if hasattr(self.model, "no_weight_decay") else ()
-        groups = parameter_groups(
-            self.model.named_parameters(),
-            h.weight_decay,
-            h.decay_vectors,
-            never,  # type: ignore
-        )
+        h = self.settings
+        groups = parameter_groups(self.model, h.weight_decay, h.decay_vectors)
         optimizer = build_optimizer(h.optimizer, groups, h.lr, tuple(h.betas), h.momentum)
         if h.fractions is not None and h.idle_tail == "frozen":
             freeze_idle_tail(optimizer, self.model)
         total = int(self.trainer.estimated_stepping_batches)
-        return with_schedule(optimizer, h.schedule, h.warmup_steps, total)  # type: ignore
+        return with_schedule(optimizer, h.schedule, h.warmup_steps, total)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse the checkpoint of another model before its tensors are compared one by one.

@@ -11,6 +11,7 @@ Parameter names do not change: the state_dict of a nested model is the original 
 """
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -126,8 +127,8 @@ class NestedLayer:
         for name in self.reducing:
             self.module.get_submodule(name).columns = features
         if isinstance(self.module, Attention):
-            self.module.num_heads = self.widths[granularity]
-            self.module.attn_dim = features
+            self.module.num_heads = self.widths[granularity]  # type: ignore[assignment]
+            self.module.attn_dim = features  # type: ignore[assignment]
 
     def slices(self) -> Iterator[NestedLinear | NestedLayerNorm]:
         """The sliced children."""
@@ -231,7 +232,7 @@ def nest(
     if hasattr(model, "nesting"):
         raise ValueError("the model is nested already: extract a granularity from it first")
     fractions = tuple(fractions)
-    ordered = all(a < b for a, b in zip(fractions, fractions[1:], strict=False))
+    ordered = all(a < b for a, b in itertools.pairwise(fractions))
     if not fractions or fractions[0] <= 0 or fractions[-1] != 1 or not ordered:
         raise ValueError(f"fractions {fractions} must increase from above 0 to exactly 1")
     if part not in ("ffn", "heads"):

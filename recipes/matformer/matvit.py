@@ -12,11 +12,12 @@ metrics.json and plots.
 
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from matplotlib import pyplot as plt
 
 from lightning_modules.matformer import arrange
+from lightning_modules.matformer.mix_and_match import Order
 from lightning_modules.matformer.nest import GRANULARITIES, nesting_of
 from lightning_modules.matformer.search import evolve, fit_predictor, sample_configurations
 from recipes.cli import parse
@@ -28,6 +29,7 @@ NESTED = {"matvit": "MatViT (sampled)", "joint": "joint (DynaBERT)", "per_layer"
 INDEPENDENT = "independent ViTs"
 BETWEEN = 3  # Mix'n'Match sizes between neighbouring granularities
 SEARCH_PAIRS = 60  # random (configuration, loss) pairs that the search learns from
+ORDERS: tuple[Order, ...] = get_args(Order)
 
 Scores = dict[str, dict[str, Any]]  # label → parameters, macs, accuracy, loss, agreement, kl
 
@@ -121,8 +123,8 @@ def evaluate(
         submodel(load(stages[f"independent_{name}"].checkpoint), size, None)
         for name in GRANULARITIES
     ]
-    for model, name in zip(alone, GRANULARITIES, strict=True):
-        model.label = name
+    for single, name in zip(alone, GRANULARITIES, strict=True):
+        single.label = name
     values = score(alone, data.val_dataloader(), alone[-1], INDEPENDENT)
     scores["independent"] = {
         s.label: {"parameters": s.parameters, "macs": s.macs, **values[s.label]} for s in alone
@@ -150,7 +152,7 @@ def compare_orders(model: Any, data: Any, seed: int) -> list[dict[str, Any]]:
     for level in range(len(widths) - 1):
         mix = [level] * (layers - layers // 2) + [level + 1] * (layers // 2)
         budget = sum(widths[g] for g in mix)
-        chosen = {order: arrange(mix, order) for order in ORDERS}
+        chosen: dict[str, list[int]] = {order: arrange(mix, order) for order in ORDERS}
         chosen["search"] = evolve(predictor, layers, widths, budget, seed=seed)
         models = {
             name: submodel(model, size, granularities) for name, granularities in chosen.items()
@@ -169,9 +171,6 @@ def compare_orders(model: Any, data: Any, seed: int) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-ORDERS = ("increase", "increase-decrease", "decrease-increase", "decrease")
 
 
 def report(

@@ -1,5 +1,6 @@
 """Submodels of trained models: how to take them, and how to score them side by side."""
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +91,7 @@ def ladder(model: nn.Module, between: int) -> list[list[int]]:
     nesting = nesting_of(model)
     widths, layers = nesting.layers[0].widths, len(nesting.layers)
     found: list[list[int]] = []
-    for small, large in zip(widths, widths[1:], strict=False):
+    for small, large in itertools.pairwise(widths):
         for i in range(between + 1):
             budget = layers * small + layers * (large - small) * i // (between + 1)
             mix = mix_and_match(layers, widths, budget)

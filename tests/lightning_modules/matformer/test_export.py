@@ -38,10 +38,17 @@ def test_uniform_widths_load_with_timm_alone(tmp_path, granularity):
     torch.testing.assert_close(load(folder).eval()(images), expected, rtol=1e-6, atol=1e-6)
 
 
+HEADS = ("heads", (1 / 4, 1 / 2, 3 / 4, 1))
+
+
 @pytest.mark.parametrize(
     ("part", "fractions", "granularity"),
-    [("ffn", (1 / 8, 1 / 4, 1 / 2, 1), [0, 2, 2]), ("heads", (1 / 4, 1 / 2, 3 / 4, 1), "M"), ("heads", (1 / 4, 1 / 2, 3 / 4, 1), [0, 1, 3])],
-)  # fmt: skip
+    [
+        ("ffn", (1 / 8, 1 / 4, 1 / 2, 1), [0, 2, 2]),
+        (*HEADS, "M"),
+        (*HEADS, [0, 1, 3]),
+    ],
+)
 def test_other_widths_load_with_ours(tmp_path, part, fractions, granularity):
     model, images = nested(part, fractions), torch.randn(2, 3, 16, 16)
     folder = save(model, granularity, tmp_path, "vit_tiny_patch16_224", ARGUMENTS)
@@ -53,10 +60,10 @@ def test_manifest_names_the_parent(tmp_path):
     first, second = nested(), nested()
     with torch.no_grad():
         second.head.bias[0] += 1
-    hashes = [
-        json.loads((save(m, "S", tmp_path / str(i), "vit_tiny_patch16_224", ARGUMENTS) / "manifest.json").read_text())["parent_sha256"]
-        for i, m in enumerate((first, nested(), second))
-    ]  # fmt: skip
+    hashes = []
+    for i, model in enumerate((first, nested(), second)):
+        folder = save(model, "S", tmp_path / str(i), "vit_tiny_patch16_224", ARGUMENTS)
+        hashes.append(json.loads((folder / "manifest.json").read_text())["parent_sha256"])
     assert hashes[0] == hashes[1] != hashes[2]
 
 

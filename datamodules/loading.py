@@ -1,0 +1,221 @@
+"""Order and augmentation that depend on (seed, epoch) alone, and resuming inside an epoch.
+
+Three small parts, for images and text alike:
+
+* `SeededSampler` decides what is drawn, and gives each draw a random seed of its own;
+* `SeededDataset` makes a draw under that seed, so that the number of workers, the number of ranks
+  and everything that happened before in the process leave a sample as it is;
+* `ResumableLoader` remembers in Lightning's checkpoint how far into the epoch a run has come.
+
+`build_loader` puts them together.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+IGNORED = -100  # the label that cross entropy and torchmetrics (ignore_index=-100) leave out
+Draw = tuple[int, int, bool]
+
+
+class SeededSampler(DistributedSampler[Draw]):
+    """Yields a draw `(index, seed, valid)` for each place of this rank in an epoch.
+
+    All ranks share one list of draws, a function of (seed, epoch), of which rank r of R takes the
+    places r, r + R, r + 2R, … Training (`shuffle=True`) drops the last few draws so that all
+    ranks get equally many; evaluation drops nothing and fills up with draws that are not valid.
+    Evaluation is the same at every epoch.
+
+    It is a `DistributedSampler` because Lightning leaves those in place and calls their
+    `set_epoch`.
+
+    Args:
+        dataset: what is drawn from; only its length is used.
+        num_replicas: number of ranks R.
+        rank: this rank, 0 ≤ rank < R.
+        seed: non-negative.
+        shuffle: a new order every epoch (training), or the order of the dataset (evaluation).
+        repeats: repeated augmentation (Hoffer et al., arXiv 1901.09335): each drawn index comes
+            this many times in a row, each time with another seed; the epoch keeps its length and
+            so sees 1/repeats of the dataset.
+
+    Attributes:
+        start: number of this rank's draws that the next pass leaves out at its beginning.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        num_replicas: int = 1,
+        rank: int = 0,
+        seed: int = 0,
+        shuffle: bool = True,
+        repeats: int = 1,
+    ) -> None:
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last=shuffle)
+        if repeats < 1:
+            raise ValueError(f"repeats is {repeats}, expected 1 or more: 1 draws each sample once.")
+        self.repeats = repeats
+        self.start = 0
+
+    def __iter__(self) -> Iterator[Draw]:
+        rng = np.random.default_rng((self.seed, self.epoch if self.shuffle else 0))
+        count = len(self.dataset)  # type: ignore[arg-type]
+        order = rng.permutation(count) if self.shuffle else np.arange(count)
+        # np.resize cuts a list that is too long and begins again at the front of one too short
+        indices = np.resize(order.repeat(self.repeats), self.total_size).tolist()
+        seeds = rng.integers(2**32, size=self.total_size).tolist()
+        first = self.rank + self.start * self.num_replicas
+        for place in range(first, self.total_size, self.num_replicas):
+            yield indices[place], seeds[place], place < count
+
+
+class SeededDataset(Dataset):
+    """Makes the draws of a `SeededSampler` from a map-style dataset.
+
+    While the dataset makes a sample, the random number generators of torch (CPU), numpy and
+    Python start from the draw's seed; afterwards they are as they were. A draw that is not valid
+    gets the label `IGNORED`.
+
+    Args:
+        dataset: gives `(…, label)` tuples, or dicts with the key "labels"; a label is a number or
+            a tensor.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, draw: Draw) -> Any:
+        index, seed, valid = draw
+        with isolate_rng(include_cuda=False):
+            # not torch.manual_seed: it would reseed the GPUs too, where the model draws
+            torch.default_generator.manual_seed(seed)
+            np.random.seed(seed)
+            random.seed(seed)
+            sample = self.dataset[index]
+        if valid:
+            return sample
+        if isinstance(sample, dict):
+            return {**sample, "labels": _ignored(sample["labels"])}
+        return (*sample[:-1], _ignored(sample[-1]))
+
+
+def _ignored(label: Any) -> Any:
+    """`IGNORED` in the type and shape of `label`."""
+    return label * 0 + IGNORED
+
+
+class ResumableLoader(DataLoader):
+    """A `DataLoader` over a `SeededSampler` that a run can leave and re-enter inside an epoch.
+
+    Lightning stores `state_dict()` in its checkpoints and returns it before the first batch of
+    the resumed run (`CombinedLoader._state_dicts`). The position counts batches handed out, and a
+    finished epoch is the beginning of the next. Batches already seen are skipped as indices:
+    no sample of theirs is loaded.
+
+    Two habits of Lightning 2.6 shape it. It creates the iterator of a resumed run before it sets
+    the epoch, when workers would already fetch the order of epoch 0: so nothing happens here
+    until the first batch is asked for. And it takes a run that `max_steps` ended inside epoch k
+    to be in epoch k + 1: so a restored loader counts its epochs by itself.
+    """
+
+    sampler: SeededSampler
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._epoch, self._batches = 0, 0
+        self._next_pass: tuple[int, int] | None = None  # (epoch, batches to skip) if restored
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self._epoch, self._batches = self._next_pass or (self.sampler.epoch, 0)
+        if self._next_pass:
+            self._next_pass = (self._epoch + 1, 0)
+        self.sampler.set_epoch(self._epoch)
+        self.sampler.start = self._batches * self.batch_size  # type: ignore[operator]
+        for batch in super().__iter__():
+            self._batches += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the next batch is: its epoch, and how many batches of the epoch lie before it."""
+        finished = self._batches == len(self)
+        return {
+            "epoch": self._epoch + finished,
+            "batches": 0 if finished else self._batches,
+            "length": len(self),
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continues at `state` with the next pass.
+
+        Raises:
+            ValueError: `state` lies inside an epoch that had another number of batches.
+        """
+        if state["batches"] and state["length"] != len(self):
+            raise ValueError(
+                f"The checkpoint was saved inside an epoch of {state['length']} batches and this "
+                f"run's epochs have {len(self)}: resume with the same data, batch size and number "
+                "of devices, or from a checkpoint saved at the end of an epoch."
+            )
+        self._next_pass = self._epoch, self._batches = state["epoch"], state["batches"]
+
+
+def build_loader(
+    dataset: Dataset,
+    batch_size: int,
+    *,
+    training: bool,
+    seed: int = 0,
+    repeats: int = 1,
+    num_workers: int = 0,
+    collate_fn: Callable | None = None,
+    trainer: Trainer | None = None,
+) -> DataLoader:
+    """The loader of this rank.
+
+    Training shuffles, and leaves out the last batch when it is not full (unless it is the only
+    one); the loader is a `ResumableLoader`. Evaluation goes through all samples in order, each
+    valid on exactly one rank.
+
+    Args:
+        dataset: map-style; see `SeededDataset` for its samples.
+        batch_size: samples per batch and rank.
+        training: see above.
+        seed: of order and augmentation.
+        repeats: see `SeededSampler`.
+        num_workers: processes that load ahead; 0 loads in this process.
+        collate_fn: makes a batch of a list of samples; torch's default when None.
+        trainer: says which rank of how many this is; 0 of 1 when None.
+
+    Raises:
+        ValueError: there are fewer training samples than ranks.
+    """
+    # not world_size and global_rank: under tensor parallelism several ranks share their samples
+    ranks = (trainer and trainer.distributed_sampler_kwargs) or {"num_replicas": 1, "rank": 0}
+    sampler = SeededSampler(dataset, **ranks, seed=seed, shuffle=training, repeats=repeats)
+    if len(sampler) == 0:
+        raise ValueError(
+            f"The dataset has {len(dataset)} samples, too few for the "  # type: ignore[arg-type]
+            f"{sampler.num_replicas} ranks: add samples or use fewer devices."
+        )
+    return (ResumableLoader if training else DataLoader)(
+        SeededDataset(dataset),
+        batch_size,
+        sampler=sampler,
+        num_workers=num_workers,
+        collate_fn=collate_fn,
+        drop_last=training and len(sampler) >= batch_size,
+        pin_memory=torch.cuda.is_available(),
+        persistent_workers=num_workers > 0,
+        # or else each pass would take a number from the global generator
+        generator=torch.Generator().manual_seed(seed),
+    )
