@@ -90,8 +90,8 @@ def load_weights(model: nn.Module, source: str | Path) -> LoadReport:
             reshaped.append(f"{name} {tuple(value.shape)} for {tuple(own[name].shape)}")
     if not loaded:
         raise ValueError(
-            f"nothing in {source} fits {type(model).__name__}: it holds {', '.join(list(state)[:3])}"
-            f", …, the model has {', '.join(list(own)[:3])}, …"
+            f"nothing in {source} fits {type(model).__name__}: "
+            f"it holds {', '.join(list(state)[:3])}, …, the model has {', '.join(list(own)[:3])}, …"
         )
     missing = sorted(own.keys() - state.keys())
     report = LoadReport(sorted(loaded), missing, sorted(state.keys() - own.keys()), reshaped)

@@ -32,7 +32,7 @@ def freeze_idle_tail(optimizer: Optimizer, model: nn.Module) -> None:
     def keep(optimizer: Optimizer, *_: object) -> None:
         saved.clear()
         for layer in nesting.layers:
-            for child in layer.slices():
+            for child in layer.slices().values():
                 for name, parameter in child.named_parameters(recurse=False):
                     if parameter.grad is None:
                         continue

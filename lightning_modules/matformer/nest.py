@@ -12,9 +12,9 @@ Parameter names do not change: the state_dict of a nested model is the original 
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from timm.layers import Attention, GluMlp, Mlp, SwiGLU
@@ -122,18 +122,18 @@ class NestedLayer:
         """Use the first widths[granularity] neurons or heads from now on."""
         self.granularity = granularity
         features = self.widths[granularity] * self.unit
-        for name in self.expanding:
-            self.module.get_submodule(name).rows = features
-        for name in self.reducing:
-            self.module.get_submodule(name).columns = features
+        for name, child in self.slices().items():
+            if name in self.reducing:
+                child.columns = features
+            else:
+                child.rows = features
         if isinstance(self.module, Attention):
-            self.module.num_heads = self.widths[granularity]  # type: ignore[assignment]
-            self.module.attn_dim = features  # type: ignore[assignment]
+            self.module.num_heads = self.widths[granularity]
+            self.module.attn_dim = features
 
-    def slices(self) -> Iterator[NestedLinear | NestedLayerNorm]:
-        """The sliced children."""
-        for name in (*self.expanding, *self.reducing):
-            yield self.module.get_submodule(name)  # type: ignore[misc]
+    def slices(self) -> dict[str, Any]:
+        """The children that are sliced (once `nest` is done), by name."""
+        return {name: getattr(self.module, name) for name in (*self.expanding, *self.reducing)}
 
 
 @dataclass
@@ -249,18 +249,14 @@ def nest(
             f"{type(model).__name__} has nothing to nest for part={part!r}: no timm {kinds} in it"
         )
     for layer in layers:
-        for name in layer.expanding:
-            child = layer.module.get_submodule(name)
+        for name, child in layer.slices().items():
             if isinstance(child, nn.LayerNorm):
                 setattr(layer.module, name, NestedLayerNorm(child))
-                continue
-            assert isinstance(child, nn.Linear)
-            parts = child.out_features // (layer.widths[-1] * layer.unit)
-            setattr(layer.module, name, NestedLinear(child, parts))
-        for name in layer.reducing:
-            child = layer.module.get_submodule(name)
-            assert isinstance(child, nn.Linear)
-            setattr(layer.module, name, NestedLinear(child))
+            elif name in layer.reducing:
+                setattr(layer.module, name, NestedLinear(child))
+            else:
+                parts = child.out_features // (layer.widths[-1] * layer.unit)
+                setattr(layer.module, name, NestedLinear(child, parts))
         layer.select(len(fractions) - 1)
     model.nesting = Nesting(part, fractions, layers)  # type: ignore[assignment]
     return model
@@ -296,9 +292,7 @@ def extract(model: nn.Module, granularity: Granularity) -> nn.Module:
     model = copy.deepcopy(model)
     set_granularity(model, chosen)
     for layer in nesting_of(model).layers:
-        for name in (*layer.expanding, *layer.reducing):
-            child = layer.module.get_submodule(name)
-            assert isinstance(child, NestedLinear | NestedLayerNorm)
+        for name, child in layer.slices().items():
             setattr(layer.module, name, child.plain())
     del model.nesting
     return model
@@ -311,14 +305,16 @@ def _describe_ffn(name: str, module: nn.Module, fractions: Sequence[float]) -> N
         expanding = ("fc1",)
     else:
         return None
-    widths = _widths(name, fractions, module.fc2.in_features, "hidden neurons")
+    hidden: Any = module.fc2.in_features
+    widths = _widths(name, fractions, hidden, "hidden neurons")
     return NestedLayer(name, module, widths, 1, expanding + _norm(name, module), ("fc2",))
 
 
 def _describe_heads(name: str, module: nn.Module, fractions: Sequence[float]) -> NestedLayer | None:
     if not isinstance(module, Attention):
         return None
-    widths = _widths(name, fractions, module.num_heads, "heads")
+    heads: Any = module.num_heads
+    widths = _widths(name, fractions, heads, "heads")
     gate = ("gate",) if getattr(module, "gate", None) is not None else ()
     expanding = ("qkv", *gate, *_norm(name, module))
     return NestedLayer(name, module, widths, module.head_dim, expanding, ("proj",))

@@ -92,7 +92,9 @@ def test_slice_equals_mask_equals_extracted(part, ffn, fractions, granularity):
     set_granularity(model, granularity)
     names = {id(m): name for name, m in model.named_modules()}
     sizes = {
-        names[id(child)]: child for layer in nesting_of(model).layers for child in layer.slices()
+        names[id(child)]: child
+        for layer in nesting_of(model).layers
+        for child in layer.slices().values()
     }
     for name, parameter in small.named_parameters():
         owner, _, kind = name.rpartition(".")
