@@ -1,1 +1,11 @@
+"""LightningDataModules, one file for each family of data."""
+
 import cpu_torchvision  # noqa: F401  (first: see its docstring)
+
+from datamodules.cub import CUBData
+from datamodules.digits import DigitsData
+from datamodules.image_folders import ImageFolderData
+from datamodules.imagenet import ImageNetData
+from datamodules.torchvision_sets import TorchvisionData
+
+__all__ = ["CUBData", "DigitsData", "ImageFolderData", "ImageNetData", "TorchvisionData"]

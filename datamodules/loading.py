@@ -126,6 +126,10 @@ class ResumableLoader(DataLoader):
     the epoch, when workers would already fetch the order of epoch 0: so nothing happens here
     until the first batch is asked for. And it takes a run that `max_steps` ended inside epoch k
     to be in epoch k + 1: so a restored loader counts its epochs by itself.
+
+    One habit cannot be met from here: resumed under `max_steps` from the exact end of an epoch,
+    Lightning gives the next epoch one batch only, unless the run validates. Resume under
+    `max_epochs` then.
     """
 
     sampler: SeededSampler
@@ -197,8 +201,14 @@ def build_loader(
         trainer: says which rank of how many this is; 0 of 1 when None.
 
     Raises:
-        ValueError: there are fewer training samples than ranks.
+        ValueError: there are fewer training samples than ranks; or the trainer has
+            `overfit_batches`, which would replace the sampler.
     """
+    if overfit := getattr(trainer, "overfit_batches", 0):
+        raise ValueError(
+            f"The trainer has overfit_batches={overfit}, which takes the seeded "
+            "sampler away: set it to 0 and give the DataModule fewer samples instead."
+        )
     # not world_size and global_rank: under tensor parallelism several ranks share their samples
     ranks = (trainer and trainer.distributed_sampler_kwargs) or {"num_replicas": 1, "rank": 0}
     sampler = SeededSampler(dataset, **ranks, seed=seed, shuffle=training, repeats=repeats)
@@ -209,7 +219,7 @@ def build_loader(
         )
     return (ResumableLoader if training else DataLoader)(
         SeededDataset(dataset),
-        batch_size,
+        batch_size=batch_size,
         sampler=sampler,
         num_workers=num_workers,
         collate_fn=collate_fn,

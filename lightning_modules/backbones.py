@@ -1,5 +1,6 @@
 """Backbones by name, and their sharding over devices."""
 
+import difflib
 from typing import Any
 
 import timm
@@ -24,7 +25,7 @@ def build_vision(
         ValueError: if timm has no such model.
     """
     if not timm.is_model(architecture):
-        near = timm.list_models(f"*{architecture.split('_')[0]}*")[:5]
+        near = difflib.get_close_matches(architecture, timm.list_models(), n=5)
         raise ValueError(
             f"timm has no model {architecture!r}; similar: {', '.join(near) or 'none'} "
             "(timm.list_models() names all)"

@@ -1,11 +1,13 @@
 """Starting a new run from old weights; what did and did not fit is always said."""
 
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
 log = logging.getLogger(__name__)
@@ -20,16 +22,18 @@ class LoadReport:
         missing: names of the model that the source lacks; they keep their initial values.
         unexpected: names in the source that the model lacks.
         reshaped: names whose shapes differ, with both; they keep their initial values.
+        resampled: position embeddings of another image size, interpolated to the model's.
     """
 
     loaded: list[str]
     missing: list[str]
     unexpected: list[str]
     reshaped: list[str]
+    resampled: list[str]
 
     def __str__(self) -> str:
         parts = [f"{len(self.loaded)} tensors loaded"]
-        for what in ("missing", "unexpected", "reshaped"):
+        for what in ("missing", "unexpected", "reshaped", "resampled"):
             names = getattr(self, what)
             if names:
                 shown = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
@@ -72,6 +76,8 @@ def read_state_dict(source: str | Path) -> dict[str, Tensor]:
 def load_weights(model: nn.Module, source: str | Path) -> LoadReport:
     """Copy the weights that fit by name and shape, and log what did not.
 
+    A ViT's position embeddings for another image size are interpolated.
+
     Args:
         model: receives the weights, in place.
         source: see `read_state_dict`.
@@ -82,20 +88,43 @@ def load_weights(model: nn.Module, source: str | Path) -> LoadReport:
     """
     state = read_state_dict(source)
     own = model.state_dict()
-    loaded, reshaped = {}, []
-    for name, value in state.items():
-        if name in own and own[name].shape == value.shape:
-            loaded[name] = value
-        elif name in own:
-            reshaped.append(f"{name} {tuple(value.shape)} for {tuple(own[name].shape)}")
+    loaded, reshaped, resampled = {}, [], []
+    for name in state.keys() & own.keys():
+        value, shape = state[name], own[name].shape
+        shapes = f"{name} {tuple(value.shape)} for {tuple(shape)}"
+        if value.shape != shape and name == "pos_embed":
+            value = resample_positions(model, value)
+        if value.shape != shape:
+            reshaped.append(shapes)
+            continue
+        loaded[name] = value
+        if value is not state[name]:
+            resampled.append(shapes)
     if not loaded:
         raise ValueError(
             f"nothing in {source} fits {type(model).__name__}: "
             f"it holds {', '.join(list(state)[:3])}, …, the model has {', '.join(list(own)[:3])}, …"
         )
     missing = sorted(own.keys() - state.keys())
-    report = LoadReport(sorted(loaded), missing, sorted(state.keys() - own.keys()), reshaped)
+    unexpected = sorted(state.keys() - own.keys())
+    report = LoadReport(sorted(loaded), missing, unexpected, sorted(reshaped), resampled)
     model.load_state_dict({**own, **loaded})
     complete = not (report.missing or report.unexpected or report.reshaped)
     log.log(logging.INFO if complete else logging.WARNING, "init_from %s: %s", source, report)
     return report
+
+
+def resample_positions(model: nn.Module, positions: Tensor) -> Tensor:
+    """Position embeddings (1, N, D) of another image size, for the patches of a timm ViT.
+
+    Bicubic, by timm; class and register tokens keep theirs. A model without such patches, or
+    positions that are not of a square, get the positions back as they are.
+    """
+    grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
+    if grid is None or positions.ndim != 3:
+        return positions
+    special = 0 if getattr(model, "no_embed_class", False) else int(model.num_prefix_tokens)
+    patches = positions.shape[1] - special
+    if patches < 1 or math.isqrt(patches) ** 2 != patches:
+        return positions
+    return resample_abs_pos_embed(positions, list(grid), num_prefix_tokens=special)

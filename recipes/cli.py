@@ -6,6 +6,7 @@ python -m recipes fit -c recipes/matformer/matvit.yaml --trainer.devices 8 --tra
 """
 
 import logging
+import warnings
 
 import lightning as L
 import torch
@@ -14,6 +15,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 from callbacks.seeding import SeedEveryStep
+
+
+# an experiment hands each stage its own arguments, whatever the process was started with
+warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
 
 
 class RecipeCLI(LightningCLI):

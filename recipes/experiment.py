@@ -1,7 +1,7 @@
 """An experiment: training stages in order, then an evaluation that ends in a report.
 
-A stage is one call of `python -m recipes fit`. Its folder holds its checkpoints, its metrics.csv
-and stage.json, which says what it was made from. Run again, a finished stage is skipped, a killed
+A stage is one call of `python -m recipes fit`. Its folder holds its checkpoints, its logs and
+stage.json, which says what it was made from. Run again, a finished stage is skipped, a killed
 one continues from last.ckpt, and one whose settings have changed starts anew.
 """
 
@@ -102,9 +102,10 @@ class Experiment:
         args = ["fit", *(part for file in files for part in ("-c", str(file))), *self.extra]
         args += [f"--{key}={_as_argument(value)}" for key, value in arguments.items()]
         args += [f"--trainer.default_root_dir={folder}", f"--checkpoint.dirpath={last.parent}"]
+        sitting = f"log{len(list(folder.glob('log*')))}"  # a resumed run keeps the curves it had
         logger = {
             "class_path": "lightning.pytorch.loggers.CSVLogger",
-            "init_args": {"save_dir": str(folder), "name": "", "version": ""},
+            "init_args": {"save_dir": str(folder), "name": "", "version": sitting},
         }
         args.append(f"--trainer.logger={json.dumps(logger)}")
         if last.is_file():
@@ -220,7 +221,6 @@ def from_command_line(
         parser.error(f"unknown preset {options.preset!r}: expected {', '.join(known)}")
     if options.seeds < 1:
         parser.error(f"--seeds {options.seeds}: expected at least 1")
-    extra = [_long_form(argument) for argument in extra]
     out = Path(options.out) / folder_name(name) / options.preset
     command = shlex.join(["python", "-m", f"recipes.{name}", *argv])
     return Experiment(name, folder, options.preset, options.seeds, out, extra, command)
@@ -232,25 +232,13 @@ def folder_name(name: str) -> str:
 
 
 def read_metrics(folder: Path) -> dict[str, float]:
-    """The last value of every column of a stage's metrics.csv."""
+    """The last value of every column of a stage's metrics.csv, one for each sitting."""
     metrics: dict[str, float] = {}
-    file = folder / "metrics.csv"
-    if file.is_file():
+    for file in sorted(folder.glob("log*/metrics.csv"), key=lambda file: int(file.parent.name[3:])):
         with file.open(newline="") as rows:
             for row in csv.DictReader(rows):
                 metrics.update({key: float(value) for key, value in row.items() if value})
     return metrics
-
-
-def _long_form(argument: str) -> str:
-    """`--data.root` for `--data.init_args.root`, so that users need not know of classes."""
-    for group in ("data", "model"):
-        prefix = f"--{group}."
-        if argument.startswith(prefix) and not argument.startswith(
-            (prefix + "init_args", prefix + "class_path")
-        ):
-            return argument.replace(prefix, prefix + "init_args.", 1)
-    return argument
 
 
 def _as_argument(value: Any) -> str:

@@ -44,8 +44,17 @@ def write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
+def write_report(out: Path, paragraphs: Sequence[str], metrics: Any) -> None:
+    """Write report.md and metrics.json, and say where the report is."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "report.md").write_text("\n\n".join(paragraphs) + "\n")
+    write_json(out / "metrics.json", metrics)
+    print(f"report: {out / 'report.md'}")
+
+
 def save_plot(figure: "plt.Figure", path: Path) -> None:
     """Write a figure as PNG and close it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)

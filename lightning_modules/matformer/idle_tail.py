@@ -20,7 +20,9 @@ from lightning_modules.matformer.nest import idle_indices, nesting_of
 def freeze_idle_tail(optimizer: Optimizer, model: nn.Module) -> None:
     """Make every step of the optimizer leave the idle slices of a nested model as they were.
 
-    Works on whole parameters and on FSDP2's shards.
+    Works on whole parameters and on FSDP2's shards. The granularity that counts is the one set when
+    `optimizer.step` is called, even where a closure computes the gradients in it, as Lightning's
+    does: before it there is no gradient to go by.
 
     Args:
         optimizer: any optimizer whose state tensors have their parameter's shape, or none.
@@ -34,8 +36,6 @@ def freeze_idle_tail(optimizer: Optimizer, model: nn.Module) -> None:
         for layer in nesting.layers:
             for child in layer.slices().values():
                 for name, parameter in child.named_parameters(recurse=False):
-                    if parameter.grad is None:
-                        continue
                     local, offset = _local(parameter)
                     idle = idle_indices(child, name, offset, local.shape[0])
                     if idle is None:

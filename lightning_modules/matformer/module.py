@@ -145,7 +145,8 @@ class MatViT(L.LightningModule):
                     f"a batch of {len(images)} cannot be split over {count} granularities: "
                     f"set data.batch_size to at least {count}"
                 )
-            pieces = list(zip(images.chunk(count), targets.chunk(count), strict=True))
+            # not chunk, which may return fewer pieces than it is asked for
+            pieces = list(zip(images.tensor_split(count), targets.tensor_split(count), strict=True))
         else:
             pieces = [(images, targets)] * count
         losses = []

@@ -21,9 +21,9 @@ from lightning_modules.matformer.mix_and_match import Order
 from lightning_modules.matformer.nest import GRANULARITIES, nesting_of
 from lightning_modules.matformer.search import evolve, fit_predictor, sample_configurations
 from recipes.cli import parse
-from recipes.experiment import Experiment, from_command_line
-from recipes.matformer.submodels import ladder, load, score, submodel
-from recipes.report import markdown_table, mean_sd, save_plot, show_table, write_json
+from recipes.experiment import Experiment, StageResult, from_command_line
+from recipes.matformer.submodels import ladder, load, plot_sizes, score, submodel
+from recipes.report import markdown_table, mean_sd, save_plot, show_table, write_report
 
 NESTED = {"matvit": "MatViT (sampled)", "joint": "joint (DynaBERT)", "per_layer": "per layer (OFA)"}
 INDEPENDENT = "independent ViTs"
@@ -48,61 +48,77 @@ def main(argv: list[str] | None = None) -> Experiment:
     return experiment
 
 
-def train(experiment: Experiment, seed: int) -> dict[str, Any]:
-    """All stages of one seed; returns their results by name.
+def train(
+    experiment: Experiment, seed: int, nested: Sequence[str] = tuple(NESTED)
+) -> dict[str, StageResult]:
+    """The given nested stages of one seed and the independent ones; their results by name.
 
     Equal data: the nested trainings see 4 X examples in all, each of the four independent models
     X (Appendix B.3). The joint training cuts each batch, four times as large, into one piece for
     each granularity, so it makes a quarter of the updates (B.4).
     """
     config = parse(str(experiment.files("matvit")[-1]), experiment.extra)
-    epochs, batch = config.trainer.max_epochs, config.data.init_args.batch_size
-    warmup, every = config.model.init_args.warmup_steps, config.trainer.check_val_every_n_epoch
     fractions = config.model.init_args.fractions
-    ratio = (config.model.init_args.model_args or {}).get("mlp_ratio", 4.0)
     count = len(fractions)
-    if epochs % count:
-        raise ValueError(
-            f"trainer.max_epochs {epochs} must be a multiple of {count}: each independent model "
-            "trains for that share of it"
-        )
-    sampler = "callbacks.granularity.GranularitySampling"
-    nested: dict[str, dict[str, Any]] = {
-        "matvit": {"trainer.callbacks": [{"class_path": sampler, "init_args": {"seed": seed}}]},
+    overrides: dict[str, dict[str, Any]] = {
+        "matvit": sampling(seed),
         "joint": {
             "trainer.callbacks": None,
             "model.init_args.joint": "mean",
             "model.init_args.split_batch": True,
-            "model.init_args.warmup_steps": warmup // count,
-            "data.init_args.batch_size": batch * count,
+            "model.init_args.warmup_steps": config.model.init_args.warmup_steps // count,
+            "data.init_args.batch_size": config.data.init_args.batch_size * count,
         },
-        "per_layer": {
-            "trainer.callbacks": [
-                {"class_path": sampler, "init_args": {"seed": seed, "per_layer": True}}
-            ]
-        },
+        "per_layer": sampling(seed, per_layer=True),
     }
-    results = {
-        name: experiment.stage(name, "matvit", seed, overrides)
-        for name, overrides in nested.items()
+    alone = {
+        f"independent_{name}": independent(config, fraction)
+        for name, fraction in zip(GRANULARITIES, fractions, strict=True)
     }
-    for name, fraction in zip(GRANULARITIES, fractions, strict=True):
-        model_args = {
-            **(config.model.init_args.model_args or {}),
-            "mlp_ratio": ratio * fraction,
-        }
-        overrides = {
-            "trainer.callbacks": None,
-            "trainer.max_epochs": epochs // count,
-            "trainer.check_val_every_n_epoch": max(1, every // count),
-            "model.init_args.fractions": None,
-            "model.init_args.warmup_steps": warmup // count,
-            "model.init_args.model_args": model_args,
-        }
-        results[f"independent_{name}"] = experiment.stage(
-            f"independent_{name}", "matvit", seed, overrides
+    stages = {name: overrides[name] for name in nested} | alone
+    return {name: experiment.stage(name, "matvit", seed, stages[name]) for name in stages}
+
+
+def sampling(seed: int, **settings: Any) -> dict[str, Any]:
+    """What a stage overrides to draw granularities by its own seed.
+
+    Args:
+        seed: of the stage.
+        settings: further arguments of GranularitySampling.
+    """
+    sampler = "callbacks.granularity.GranularitySampling"
+    return {"trainer.callbacks": [{"class_path": sampler, "init_args": {"seed": seed, **settings}}]}
+
+
+def independent(config: Any, fraction: float) -> dict[str, Any]:
+    """What a nested stage overrides to train one plain model, on its share of the examples.
+
+    Args:
+        config: the nested stage, parsed.
+        fraction: of the hidden neurons that the plain model has.
+
+    Raises:
+        ValueError: if the epochs do not divide by the number of granularities.
+    """
+    model, trainer = config.model.init_args, config.trainer
+    count = len(model.fractions)
+    if trainer.max_epochs % count:
+        raise ValueError(
+            f"trainer.max_epochs {trainer.max_epochs} must be a multiple of {count}: each "
+            "independent model trains for that share of it"
         )
-    return results
+    model_args = model.model_args or {}
+    return {
+        "trainer.callbacks": None,
+        "trainer.max_epochs": trainer.max_epochs // count,
+        "trainer.check_val_every_n_epoch": max(1, trainer.check_val_every_n_epoch // count),
+        "model.init_args.fractions": None,
+        "model.init_args.warmup_steps": model.warmup_steps // count,
+        "model.init_args.model_args": {
+            **model_args,
+            "mlp_ratio": model_args.get("mlp_ratio", 4.0) * fraction,
+        },
+    }
 
 
 def evaluate(
@@ -115,20 +131,12 @@ def evaluate(
     for name, title in NESTED.items():
         model = load(stages[name].checkpoint)
         sizes = [submodel(model, size, mix) for mix in ladder(model, BETWEEN)]
-        values = score(sizes, data.val_dataloader(), sizes[-1], title)
-        scores[name] = {
-            s.label: {"parameters": s.parameters, "macs": s.macs, **values[s.label]} for s in sizes
-        }
+        scores[name] = score(sizes, data.val_dataloader(), sizes[-1], title)
     alone = [
-        submodel(load(stages[f"independent_{name}"].checkpoint), size, None)
+        submodel(load(stages[f"independent_{name}"].checkpoint), size, None, label=name)
         for name in GRANULARITIES
     ]
-    for single, name in zip(alone, GRANULARITIES, strict=True):
-        single.label = name
-    values = score(alone, data.val_dataloader(), alone[-1], INDEPENDENT)
-    scores["independent"] = {
-        s.label: {"parameters": s.parameters, "macs": s.macs, **values[s.label]} for s in alone
-    }
+    scores["independent"] = score(alone, data.val_dataloader(), alone[-1], INDEPENDENT)
     return scores, compare_orders(load(stages["matvit"].checkpoint), data, seed)
 
 
@@ -165,7 +173,7 @@ def compare_orders(model: Any, data: Any, seed: int) -> list[dict[str, Any]]:
                 "budget": budget,
                 "predictor_mse": predictor.mse,
                 **{
-                    name: {"configuration": m.label, "parameters": m.parameters, **values[m.label]}
+                    name: {"configuration": m.label, **values[m.label]}
                     for name, m in models.items()
                 },
             }
@@ -179,7 +187,6 @@ def report(
     orders: Sequence[list[dict[str, Any]]],
 ) -> None:
     """Write report.md, metrics.json and the plots, and show the main table."""
-    out = experiment.out
     titles = {**NESTED, "independent": INDEPENDENT}
     header = ["size", "parameters", "multiply-adds", *titles.values()]
     agreement, divergence, main = [], [], []
@@ -224,13 +231,9 @@ def report(
         f"other half of the batches; its held-out mean squared error is {mse:.2g}.",
         markdown_table(["budget", "Mix'n'Match", *order_names], order_rows),
     ]
-    (out / "report.md").write_text("\n\n".join(text) + "\n")
-    write_json(
-        out / "metrics.json",
-        {"provenance": experiment.provenance(), "seeds": results, "orders": orders},
-    )
     show_table(f"MatViT ({experiment.preset}): validation accuracy, %", header, main)
-    print(f"report: {out / 'report.md'}   plot: {out / 'accuracy.png'}")
+    metrics = {"provenance": experiment.provenance(), "seeds": results, "orders": orders}
+    write_report(experiment.out, text, metrics)
 
 
 def plot_accuracy(
@@ -238,41 +241,21 @@ def plot_accuracy(
 ) -> None:
     """Accuracy against parameters and against multiply-adds, one line for each training."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
-    for axis, (cost, title) in zip(
+    for axis, (cost, name) in zip(
         axes, (("parameters", "parameters"), ("macs", "multiply-adds")), strict=True
     ):
-        for colour, (method, name) in zip(("C0", "C1", "C2", "C3"), titles.items(), strict=True):
-            points = sorted(
-                (
+        curves = {
+            title: {
+                label: (
                     sizes[cost] / 1e6,
-                    statistics.fmean(r[method][label]["accuracy"] for r in results),
-                    label,
+                    100 * statistics.fmean(r[method][label]["accuracy"] for r in results),
                 )
                 for label, sizes in results[0][method].items()
-            )
-            style = "o--" if method == "independent" else "-"
-            axis.plot(
-                [p[0] for p in points],
-                [100 * p[1] for p in points],
-                style,
-                color=colour,
-                label=name,
-            )
-            for x, accuracy, label in points:
-                if label in GRANULARITIES:
-                    axis.plot([x], [100 * accuracy], "o", color=colour)
-                elif method != "independent":
-                    axis.plot([x], [100 * accuracy], ".", color=colour)
-                if label in GRANULARITIES and method == "matvit":
-                    axis.annotate(
-                        label,
-                        (x, 100 * accuracy),
-                        textcoords="offset points",
-                        xytext=(0, 7),
-                        ha="center",
-                    )
-        axis.set_xlabel(f"{title}, millions (without classifier)")
-        axis.grid(alpha=0.3)
+            }
+            for method, title in titles.items()
+        }
+        plot_sizes(axis, curves, separate=INDEPENDENT)
+        axis.set_xlabel(f"{name}, millions (without classifier)")
     axes[0].set_ylabel("validation accuracy, %")
     axes[1].legend(loc="lower right")
     save_plot(figure, experiment.out / "accuracy.png")

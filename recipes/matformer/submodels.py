@@ -1,4 +1,4 @@
-"""Submodels of trained models: how to take them, and how to score them side by side."""
+"""Submodels of trained models: how to take them, score them side by side, and plot them."""
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from matplotlib.axes import Axes
 from rich.progress import track
 from torch import Tensor, nn
 
@@ -13,7 +14,7 @@ from lightning_modules.backbones import feature_vector
 from lightning_modules.counting import count_macs, count_parameters
 from lightning_modules.matformer import MatViT, extract, mix_and_match
 from lightning_modules.matformer.consistency import SubmodelMetrics
-from lightning_modules.matformer.nest import nesting_of, set_granularity
+from lightning_modules.matformer.nest import GRANULARITIES, nesting_of, set_granularity
 
 
 @dataclass
@@ -47,8 +48,10 @@ def load(checkpoint: Path) -> nn.Module:
     return module.model.to(device()).eval()
 
 
-def submodel(model: nn.Module, image_size: int, granularity: Sequence[int] | None) -> Submodel:
-    """A submodel of a nested model, or with None the whole of a plain one.
+def submodel(
+    model: nn.Module, image_size: int, granularity: Sequence[int] | None, label: str = "all"
+) -> Submodel:
+    """A submodel of a nested model, or with None the whole of a plain one, called `label`.
 
     It shares the model's weights; its sizes are those of the extracted model.
     """
@@ -67,7 +70,8 @@ def submodel(model: nn.Module, image_size: int, granularity: Sequence[int] | Non
         select()
         return feature_vector(model, images)
 
-    label = "all" if granularity is None else nesting_of(model).label(granularity)
+    if granularity is not None:
+        label = nesting_of(model).label(granularity)
     macs = count_macs(body, (1, 3, image_size, image_size))
     return Submodel(label, count_parameters(body), macs, forward, features)
 
@@ -104,25 +108,33 @@ def ladder(model: nn.Module, between: int) -> list[list[int]]:
 def score(
     submodels: Sequence[Submodel], loader: Iterable, reference: Submodel, what: str
 ) -> dict[str, dict[str, float]]:
-    """Accuracy, loss, agreement and KL of several submodels in one pass over the data.
+    """Size, accuracy, loss, agreement and KL of several submodels in one pass over the data.
 
     Args:
         submodels: scored by label.
         loader: batches of (images, targets).
         reference: the model that they are compared with.
         what: shown beside the progress bar.
+
+    Returns:
+        By label: parameters, macs, accuracy, loss, agreement, kl.
     """
     metrics = SubmodelMetrics([model.label for model in submodels]).to(device())
-    for images, targets in track(list(loader), description=what, transient=True):
+    for images, targets in track(loader, description=what, transient=True):
         images, targets = images.to(device()), targets.to(device())
         expected = reference.forward(images)
         for model in submodels:
             same = model.label == reference.label
             logits = expected if same else model.forward(images)
             metrics.update(model.label, logits, targets, expected)
+    means = metrics.compute()
     return {
-        label: {name: value.item() for name, value in values.items()}
-        for label, values in metrics.compute().items()
+        model.label: {
+            "parameters": model.parameters,
+            "macs": model.macs,
+            **{name: value.item() for name, value in means[model.label].items()},
+        }
+        for model in submodels
     }
 
 
@@ -130,7 +142,30 @@ def score(
 def encode(model: Submodel, loader: Iterable, what: str) -> tuple[Tensor, Tensor]:
     """Feature vectors (N, D) and labels (N,) of a data set."""
     features, labels = [], []
-    for images, targets in track(list(loader), description=what, transient=True):
+    for images, targets in track(loader, description=what, transient=True):
         features.append(model.features(images.to(device())).cpu())
         labels.append(targets)
     return torch.cat(features), torch.cat(labels)
+
+
+def plot_sizes(
+    axis: Axes, curves: dict[str, dict[str, tuple[float, float]]], separate: str = ""
+) -> None:
+    """One line for each training over its sizes; the granularities are large dots, named once.
+
+    Args:
+        axis: receives the lines.
+        curves: title of the line → label of the size → (cost, value).
+        separate: the title whose points are separate models; its line is dashed.
+    """
+    for i, (title, sizes) in enumerate(curves.items()):
+        points = sorted(sizes.values())
+        style = "--" if title == separate else "-"
+        axis.plot(*zip(*points, strict=True), style, marker=".", color=f"C{i}", label=title)
+        for label in GRANULARITIES:
+            if label in sizes:
+                axis.plot(*sizes[label], "o", color=f"C{i}")
+            if label in sizes and i == 0:
+                axis.annotate(label, sizes[label], (0, 7), textcoords="offset points", ha="center")
+    axis.margins(y=0.12)  # room for the names
+    axis.grid(alpha=0.3)

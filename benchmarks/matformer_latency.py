@@ -1,0 +1,255 @@
+"""What a MatFormer submodel costs beside the model it stands for, as ratios of times.
+
+    python benchmarks/matformer_latency.py             under three minutes on two cores
+    python benchmarks/matformer_latency.py --quick     a few seconds: does it run
+
+1. Inference: a submodel extracted from a nested ViT, and the nested ViT itself in place (sliced),
+   against a timm ViT built at that width. Both do the same multiply-adds; the extracted one is
+   the same layers, so its time may differ by noise alone: the goal is a ratio within 3 % of 1.
+2. Training: forward, backward and AdamW step of the nested ViT at each granularity against the
+   same step at XL, beside the ratio of their multiply-adds (MatFormer, arXiv 2310.07707: one
+   sampled step costs 0.646 XL on average when feed-forward and projections are all there is);
+   and what `freeze_idle_tail` adds to a step.
+
+Rivals take turns, A B C A B C …, and a ratio is the median over rounds of the ratio within a
+round, so that a slow moment of the machine meets all of them. Only ratios are printed: a time in
+milliseconds would say more about the machine than about the code.
+"""
+
+import cpu_torchvision  # noqa: F401  (first: see its docstring)
+
+import argparse
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+
+from lightning_modules.counting import count_macs
+from lightning_modules.matformer import extract, nest, set_granularity
+from lightning_modules.matformer.idle_tail import freeze_idle_tail
+from lightning_modules.matformer.nest import GRANULARITIES
+
+FRACTIONS = (1 / 8, 1 / 4, 1 / 2, 1.0)
+TOLERANCE = 0.03
+CLASSES = 1000
+
+
+@dataclass
+class Case:
+    """One model at one batch size.
+
+    Attributes:
+        name: timm architecture.
+        batch: images in a batch.
+        model_args: further arguments of timm.create_model.
+    """
+
+    name: str
+    batch: int
+    model_args: dict[str, Any] = field(default_factory=dict)
+
+    def build(self, fraction: float, device: torch.device) -> nn.Module:
+        """A timm model whose feed-forward networks have this share of their hidden neurons."""
+        torch.manual_seed(0)
+        model = timm.create_model(
+            self.name, num_classes=CLASSES, mlp_ratio=4.0 * fraction, **self.model_args
+        )
+        return model.to(device)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """(B, 3, H, W)."""
+        size = self.model_args.get("img_size", 224)
+        return (self.batch, 3, size, size)
+
+    def __str__(self) -> str:
+        depth = f", {self.model_args['depth']} layers" if "depth" in self.model_args else ""
+        return f"{self.name} at {self.input_shape[-1]}{depth}, batch {self.batch}"
+
+
+QUICK = Case("vit_tiny_patch16_224", 2, {"img_size": 32, "depth": 2})
+INFERENCE = [
+    Case("vit_base_patch16_224", 1),
+    Case("vit_base_patch16_224", 8),
+    Case("vit_tiny_patch16_224", 1, {"img_size": 64}),
+    Case("vit_tiny_patch16_224", 8, {"img_size": 64}),
+]
+TRAINING = {
+    "cpu": Case("vit_small_patch16_224", 4, {"depth": 4}),
+    "cuda": Case("vit_base_patch16_224", 64),
+}
+
+
+def rounds(
+    rivals: dict[str, Callable[[], Any]], repeats: int, seconds: float, device: torch.device
+) -> list[dict[str, float]]:
+    """Seconds that each rival took, round by round, in turns, after a round that warms up.
+
+    Args:
+        rivals: what to call, by name.
+        repeats: rounds at most.
+        seconds: no further round starts after this long, but three are always measured.
+        device: is waited for before each reading of the clock.
+    """
+
+    def clock() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    measured: list[dict[str, float]] = []
+    end = time.perf_counter() + seconds
+    for index in range(-1, repeats):
+        if index >= 3 and time.perf_counter() > end:
+            break
+        took = {}
+        for name, call in rivals.items():
+            start = clock()
+            call()
+            took[name] = clock() - start
+        if index >= 0:
+            measured.append(took)
+    return measured
+
+
+def ratio(measured: list[dict[str, float]], name: str, other: str) -> float:
+    """Median over rounds of one rival's time over another's."""
+    return statistics.median(took[name] / took[other] for took in measured)
+
+
+@torch.no_grad()
+def inference(case: Case, repeats: int, seconds: float, device: torch.device) -> list[list[str]]:
+    """Table rows: extracted and nested submodels against native models.
+
+    Raises:
+        RuntimeError: if an extracted model does not do exactly a native model's multiply-adds.
+    """
+    nested = nest(case.build(1.0, device).eval(), FRACTIONS)
+    images = torch.randn(case.input_shape, device=device)
+    rows = []
+    for name, fraction in zip(GRANULARITIES, FRACTIONS, strict=True):
+        native, small = case.build(fraction, device).eval(), extract(nested, name)
+        macs, expected = count_macs(small, case.input_shape), count_macs(native, case.input_shape)
+        if macs != expected:
+            raise RuntimeError(f"{case}, {name}: {macs} multiply-adds, natively {expected}")
+        set_granularity(nested, name)
+        rivals = {"native": native, "extracted": small, "nested": nested}
+        calls = {key: (lambda model=model: model(images)) for key, model in rivals.items()}
+        measured = rounds(calls, repeats, seconds, device)
+        extracted = ratio(measured, "extracted", "native")
+        verdict = "met" if abs(extracted - 1) <= TOLERANCE else "missed"
+        in_place = ratio(measured, "nested", "native")
+        rows.append(
+            [
+                str(case),
+                name,
+                f"{macs / case.batch / 1e9:.3f} G, equal",
+                f"{extracted:.3f}",
+                verdict,
+                f"{in_place:.3f}",
+                str(len(measured)),
+            ]
+        )
+    return rows
+
+
+def training(case: Case, repeats: int, seconds: float, device: torch.device) -> list[list[str]]:
+    """Table rows: a training step at each granularity against one at XL."""
+    images = torch.randn(case.input_shape, device=device)
+    labels = torch.randint(CLASSES, (case.batch,), device=device)
+
+    def trainer(frozen: bool) -> Callable[[str], None]:
+        model = nest(case.build(1.0, device).train(), FRACTIONS)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        if frozen:
+            freeze_idle_tail(optimizer, model)
+
+        def step(granularity: str) -> None:
+            set_granularity(model, granularity)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+
+        return step
+
+    policies = {"frozen": trainer(True), "moving": trainer(False)}
+    calls = {
+        f"{policy} {name}": (lambda step=step, name=name: step(name))
+        for name in GRANULARITIES
+        for policy, step in policies.items()
+    }
+    measured = rounds(calls, repeats, seconds, device)
+    macs = [count_macs(case.build(fraction, device), case.input_shape) for fraction in FRACTIONS]
+    table = [
+        [
+            cost / macs[-1],
+            ratio(measured, f"moving {name}", "moving XL"),
+            ratio(measured, f"frozen {name}", "frozen XL"),
+            ratio(measured, f"frozen {name}", f"moving {name}"),
+        ]
+        for name, cost in zip(GRANULARITIES, macs, strict=True)
+    ]
+    table.append([statistics.fmean(column) for column in zip(*table, strict=True)])
+    return [
+        [str(case), name, *(f"{value:.3f}" for value in values), str(len(measured))]
+        for name, values in zip((*GRANULARITIES, "mean"), table, strict=True)
+    ]
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def machine(device: torch.device) -> str:
+    """The device, its threads and the software, in one line."""
+    name = platform.machine()
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    return f"{name}, {torch.get_num_threads()} CPU threads · torch {torch.__version__}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, and print Markdown."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--repeats", type=int, default=40, help="rounds at most (default: 40)")
+    parser.add_argument(
+        "--seconds", type=float, default=50.0, help="about, for each table (default: 50)"
+    )
+    parser.add_argument("--quick", action="store_true", help="a toy model, three rounds")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda"
+    )
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options = parser.parse_args(arguments)
+    if options.repeats < 1:
+        parser.error(f"--repeats {options.repeats}: expected at least 1")
+    device = torch.device(options.device)
+    cases = [QUICK] if options.quick else INFERENCE
+    repeats = min(options.repeats, 3) if options.quick else options.repeats
+    share = options.seconds / len(cases) / len(FRACTIONS)
+    served = [row for case in cases for row in inference(case, repeats, share, device)]
+    case = QUICK if options.quick else TRAINING[device.type]
+    trained = training(case, repeats, options.seconds, device)
+    command = shlex.join(["python", "benchmarks/matformer_latency.py", *arguments])
+    print(f"`{command}` · {machine(device)} · {time.strftime('%Y-%m-%d')}\n")
+    goal = f"goal: extracted within {TOLERANCE:.0%}"
+    print(f"Inference, time over the native timm model's of that width; {goal}.\n")
+    header = ["model", "size", "multiply-adds / image", "extracted", "goal", "nested in place"]
+    print(markdown([*header, "rounds"], served))
+    print("\nTraining step, time over XL's, and what frozen idle tails add to a step.\n")
+    header = ["model", "size", "predicted (multiply-adds)", "plain AdamW", "frozen idle tails"]
+    print(markdown([*header, "frozen / plain", "rounds"], trained))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Images in one folder per class."""
+
+from pathlib import Path
+from typing import Any
+
+from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+
+from datamodules.images import ImageData, Item, Splits
+
+
+def class_folders(folder: Path) -> list[str]:
+    """The sorted names of the folders in `folder`, hidden ones left out.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"{folder} is not a folder, expected one with a folder for each class: set --data.root "
+            "(or RECIPES_DATA) and --data.name to where the images are."
+        )
+    return sorted(
+        entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."
+    )
+
+
+def list_images(folder: Path, names: list[str], complete: bool = True) -> list[Item]:
+    """The images of `folder`/<class>/, labelled by the class's place in `names`.
+
+    Args:
+        folder: holds the class folders.
+        names: all classes; other files beside and in the class folders are ignored.
+        complete: each class must have images here.
+
+    Raises:
+        ValueError: `folder` has a class that is not in `names`.
+        FileNotFoundError: `complete`, and a class has no images.
+    """
+    if unknown := sorted(set(class_folders(folder)) - set(names)):
+        raise ValueError(
+            f"{folder} has the class {unknown[0]!r}, which is none of the {len(names)} training "
+            "classes: rename or remove that folder."
+        )
+    if not names:
+        raise FileNotFoundError(
+            f"{folder} holds no class folders, expected {folder}/<class>/<image>: set --data.root "
+            "(and --data.name) to the folder above the classes."
+        )
+    labels = {name: label for label, name in enumerate(names)}
+    items = make_dataset(str(folder), labels, IMG_EXTENSIONS, allow_empty=True)
+    if complete and (empty := set(range(len(names))) - {label for _, label in items}):
+        raise FileNotFoundError(
+            f"{folder / names[min(empty)]} has no images (known are {', '.join(IMG_EXTENSIONS)}): "
+            "add some or remove the folder."
+        )
+    return items
+
+
+class ImageFolderData(ImageData):
+    """Folders of classes: root/train/<class>/*, root/val/<class>/* and perhaps a test part.
+
+    Without a train folder the classes are the folders of root itself. Without a val folder
+    `val_fraction` of each class is put aside. Classes are numbered in the order of their names.
+
+    Args:
+        train: name of the training folder.
+        val: name of the validation folder.
+        test: name of the test folder, if there is one.
+        val_fraction: see `ImageData`.
+        **kwargs: see `ImageData`.
+    """
+
+    def __init__(
+        self,
+        train: str = "train",
+        val: str = "val",
+        test: str | None = None,
+        val_fraction: float = 0.1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(val_fraction=val_fraction, **kwargs)
+        self.train, self.val, self.test = train, val, test
+
+    def load(self) -> Splits:
+        train = self.folder / self.train
+        val = self.folder / self.val
+        test = self.folder / self.test if self.test else None
+        if not train.is_dir() and (val.is_dir() or test):
+            raise FileNotFoundError(
+                f"{train} is not a folder, but the other parts are given: put the training images "
+                "there, or name their folder in --data.train."
+            )
+        if not train.is_dir():
+            names = class_folders(self.folder)
+            return Splits(names, list_images(self.folder, names))
+        names = class_folders(train)
+        return Splits(
+            names,
+            list_images(train, names),
+            list_images(val, names, complete=False) if val.is_dir() else None,
+            list_images(test, names, complete=False) if test else None,
+        )

@@ -1,0 +1,363 @@
+"""Images with one label each: the base of the image DataModules.
+
+The data families are in image_folders.py, imagenet.py, cub.py, torchvision_sets.py and digits.py.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+from lightning.pytorch import LightningDataModule
+from PIL import Image
+from timm.data import Mixup, create_transform
+from timm.data.mixup import mixup_target
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchvision import transforms as T
+
+from datamodules.loading import build_loader
+
+Item = tuple[Any, int]  # (what `read` makes an image of, label)
+Augmentation = Literal["timm", "light", "none"]
+
+
+class Splits(NamedTuple):
+    """What a subclass of `ImageData` finds on the disk. None: the data come without this part."""
+
+    class_names: list[str]
+    train: list[Item]
+    val: list[Item] | None = None
+    test: list[Item] | None = None
+
+
+def read_image(path: str | Path) -> Image.Image:
+    """The image in the file, as RGB whatever its mode (greyscale, palette, RGBA, CMYK).
+
+    Raises:
+        OSError: the file is missing, cut off or no image.
+    """
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except (OSError, SyntaxError, ValueError) as error:  # PIL's plugins raise all three
+        raise OSError(
+            f"{path} cannot be read as an image ({error}): replace or remove it."
+        ) from error
+
+
+class ImageSet(Dataset):
+    """Map-style dataset of `(tensor (3, H, W), label)`.
+
+    Args:
+        items: sources and labels.
+        read: makes an RGB image of a source.
+        fixed: the part of the transform that is always the same, image to image.
+        random: the rest, image to tensor.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[Item],
+        read: Callable[[Any], Image.Image],
+        fixed: Callable[[Image.Image], Image.Image],
+        random: Callable[[Image.Image], Tensor],
+    ) -> None:
+        self.items, self.read, self.fixed, self.random = items, read, fixed, random
+        self._kept: list[Image.Image] = []
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        source, label = self.items[index]
+        image = self._kept[index] if self._kept else self.fixed(self.read(source))
+        return self.random(image), label
+
+    def keep(self) -> None:
+        """Reads all images now and keeps them, as far as `fixed` brings them, in memory."""
+        self._kept = self._kept or [self.fixed(self.read(source)) for source, _ in self.items]
+
+
+class ImageData(LightningDataModule):
+    """Images in, batches `(x (B, 3, H, W), label (B,))` out; x is normalised by `mean` and `std`.
+
+    Labels of samples that only fill up the last evaluation round of several ranks are -100. A
+    subclass says in `load` what there is to read, and in `read` how.
+
+    Args:
+        root: folder of the data; the environment variable RECIPES_DATA when None.
+        name: folder of the data below `root`.
+        image_size: height and width of x in pixels.
+        batch_size: images per device and training step.
+        eval_batch_size: images per device and evaluation step; `batch_size` when None.
+        num_workers: processes that load images; 0 loads in the training process.
+        seed: of split, selection, order and augmentation.
+        augmentation: of training images. "timm": random resized crop and what the arguments down
+            to `hflip` say; "light": resize, random crop with image_size // 8 pixels of padding,
+            flip; "none": resize.
+        auto_augment: timm's name of a policy, such as "rand-m15-n2" ("timm" only).
+        random_erasing: its probability ("timm" only).
+        color_jitter: its strength; without effect beside `auto_augment` ("timm" only).
+        scale: smallest and largest share of the area that a crop takes ("timm" only).
+        hflip: probability of a horizontal flip ("timm" and "light").
+        interpolation: of every resize.
+        mean: of the pixel values (0 to 1), per channel; with 0.5 for `std` too, x is in (-1, 1).
+        std: see `mean`.
+        crop_pct: share of the resized image's side that the centre crop of evaluation keeps.
+        repeats: repeated augmentation, see `SeededSampler`.
+        cache: keep decoded images in memory, resized unless "timm" crops them: for small sets.
+        mixup: alpha of mixup; more than 0 makes training labels soft targets (B, num_classes).
+        cutmix: alpha of cutmix; likewise. With both, each batch takes one of them at random.
+        mixup_prob: probability that a batch is mixed at all.
+        label_smoothing: share of the target spread over all classes; makes soft targets too.
+        per_class: keep at most this many training images of each class, drawn by `seed`.
+        classes: keep these classes, and relabel them 0, 1, … in this order.
+        val_fraction: share of each class's training images put aside for validation when the data
+            come without a validation part; 0 validates on the test part.
+    """
+
+    def __init__(
+        self,
+        root: str | None = None,
+        name: str | None = None,
+        image_size: int = 224,
+        batch_size: int = 64,
+        eval_batch_size: int | None = None,
+        num_workers: int = 0,
+        seed: int = 0,
+        augmentation: Augmentation = "timm",
+        auto_augment: str | None = None,
+        random_erasing: float = 0.0,
+        color_jitter: float = 0.0,
+        scale: tuple[float, float] = (0.08, 1.0),
+        hflip: float = 0.5,
+        interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bicubic",
+        mean: tuple[float, float, float] = (0.5, 0.5, 0.5),
+        std: tuple[float, float, float] = (0.5, 0.5, 0.5),
+        crop_pct: float = 1.0,
+        repeats: int = 1,
+        cache: bool = False,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
+        mixup_prob: float = 1.0,
+        label_smoothing: float = 0.0,
+        per_class: int | None = None,
+        classes: list[int] | None = None,
+        val_fraction: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if augmentation not in get_args(Augmentation):
+            raise ValueError(f"augmentation is {augmentation!r}, expected timm, light or none.")
+        if not 0 <= val_fraction <= 1:
+            raise ValueError(f"val_fraction is {val_fraction}, expected a share between 0 and 1.")
+        self.root, self.folder_name = root, name
+        self.image_size, self.interpolation, self.crop_pct = image_size, interpolation, crop_pct
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size
+        self.num_workers, self.seed, self.repeats, self.cache = num_workers, seed, repeats, cache
+        self.augmentation, self.auto_augment = augmentation, auto_augment
+        self.random_erasing, self.color_jitter = random_erasing, color_jitter
+        self.scale, self.hflip, self.mean, self.std = scale, hflip, mean, std
+        self.mixup, self.cutmix, self.mixup_prob = mixup, cutmix, mixup_prob
+        self.label_smoothing, self.val_fraction = label_smoothing, val_fraction
+        self.per_class, self.classes = per_class, classes
+        self._sets: dict[str, ImageSet] = {}
+        self._class_names: list[str] = []
+
+    # What a subclass writes.
+
+    def load(self) -> Splits:
+        """Lists the classes and the images of each part, without reading an image."""
+        raise NotImplementedError
+
+    read: Callable[[Any], Image.Image] = staticmethod(read_image)
+
+    # What there is. All of these work before the trainer calls `setup`.
+
+    @property
+    def folder(self) -> Path:
+        """Where the data should lie.
+
+        Raises:
+            ValueError: neither `root` nor RECIPES_DATA is given.
+        """
+        root = self.root or os.environ.get("RECIPES_DATA")
+        if not root:
+            raise ValueError(
+                "No folder of images is given: set --data.root, or RECIPES_DATA in the environment."
+            )
+        return Path(root).expanduser() / (self.folder_name or "")
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.class_names)
+
+    @property
+    def class_names(self) -> list[str]:
+        self.setup()
+        return self._class_names
+
+    @property
+    def train_set(self) -> ImageSet:
+        self.setup()
+        return self._sets["train"]
+
+    @property
+    def val_set(self) -> ImageSet:
+        self.setup()
+        return self._sets["val"]
+
+    @property
+    def test_set(self) -> ImageSet:
+        """The test part, or the validation part when the data come without one."""
+        self.setup()
+        return self._sets["test"]
+
+    def setup(self, stage: str | None = None) -> None:
+        """Finds the images and splits them; does nothing the second time."""
+        if self._sets:
+            return
+        names, train, val, test = self.load()
+        if val is None and self.val_fraction:
+            val, train = draw_per_class(train, lambda n: round(n * self.val_fraction), self.seed)
+        val = (test or []) if val is None else val
+        test = val if test is None else test
+        if self.classes is not None:
+            names, train, val, test = keep_classes(self.classes, names, train, val, test)
+        if self.per_class is not None:
+            limit = self.per_class
+            train, _ = draw_per_class(train, lambda n: min(n, limit), self.seed)
+        fixed, random = self.train_transform()
+        self._sets["train"] = ImageSet(train, self.read, fixed, random)
+        fixed, random = self.eval_transform()
+        self._sets["val"] = ImageSet(val, self.read, fixed, random)
+        self._sets["test"] = (
+            self._sets["val"] if test is val else ImageSet(test, self.read, fixed, random)
+        )
+        self._class_names = names
+
+    # Transforms, each in two parts: see `ImageSet`.
+
+    def train_transform(self) -> tuple[Callable, Callable]:
+        size = self.image_size
+        if self.augmentation == "timm":
+            return T.Compose([]), create_transform(
+                size,
+                is_training=True,
+                auto_augment=self.auto_augment,
+                color_jitter=self.color_jitter or None,  # type: ignore[arg-type]  # None: leave it out
+                scale=self.scale,
+                hflip=self.hflip,
+                interpolation=self.interpolation,
+                mean=self.mean,
+                std=self.std,
+                re_prob=self.random_erasing,
+                re_mode="pixel",
+            )
+        random: list[Callable] = []
+        if self.augmentation == "light":
+            random = [T.RandomCrop(size, padding=size // 8), T.RandomHorizontalFlip(self.hflip)]
+        return self._resize(size), T.Compose([*random, *self._to_tensor()])
+
+    def eval_transform(self) -> tuple[Callable, Callable]:
+        return self._resize(int(self.image_size / self.crop_pct)), T.Compose(self._to_tensor())
+
+    def _resize(self, side: int) -> Callable:
+        resize = T.Resize(side, T.InterpolationMode(self.interpolation))
+        return T.Compose([resize, T.CenterCrop(self.image_size)])
+
+    def _to_tensor(self) -> list[Callable]:
+        return [T.ToTensor(), T.Normalize(self.mean, self.std)]
+
+    # Loaders.
+
+    def train_dataloader(self) -> DataLoader:
+        return self._loader("train", self.batch_size)
+
+    def val_dataloader(self) -> DataLoader:
+        return self._loader("val", self.eval_batch_size)
+
+    def test_dataloader(self) -> DataLoader:
+        return self._loader("test", self.eval_batch_size)
+
+    def predict_dataloader(self) -> DataLoader:
+        return self.test_dataloader()
+
+    def _loader(self, part: str, batch_size: int) -> DataLoader:
+        self.setup()
+        images = self._sets[part]
+        if not images.items:
+            raise ValueError(
+                f"The {part} part of {self.folder_name or self.root or type(self).__name__} has no "
+                f"images: add some, or change val_fraction={self.val_fraction}."
+            )
+        if self.cache:
+            images.keep()  # before workers start, so that they share the memory
+        return build_loader(
+            images,
+            batch_size,
+            training=part == "train",
+            seed=self.seed,
+            repeats=self.repeats if part == "train" else 1,
+            num_workers=self.num_workers,
+            trainer=self.trainer,
+        )
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Makes soft targets while training, if asked for; draws from numpy's global generator."""
+        if self.trainer is None or not self.trainer.training:
+            return batch
+        if self.mixup or self.cutmix:
+            x, label = batch
+            if len(x) % 2:
+                raise ValueError(
+                    f"The batch has {len(x)} images and mixup needs an even number: choose an even "
+                    "batch_size, not above the number of training images of a device."
+                )
+            mix = Mixup(
+                self.mixup,
+                self.cutmix,
+                prob=self.mixup_prob,
+                label_smoothing=self.label_smoothing,
+                num_classes=self.num_classes,
+            )
+            return mix(x, label)
+        if self.label_smoothing:
+            x, label = batch
+            return x, mixup_target(label, self.num_classes, smoothing=self.label_smoothing)
+        return batch
+
+
+def draw_per_class(
+    items: list[Item], share: Callable[[int], int], seed: int
+) -> tuple[list[Item], list[Item]]:
+    """Draws `share(n)` of the n items of each class: the drawn and the others, in their order."""
+    rng = np.random.default_rng(seed)
+    labels = np.array([label for _, label in items])
+    drawn: set[int] = set()
+    for label in np.unique(labels):
+        places = rng.permutation(np.flatnonzero(labels == label)).tolist()
+        drawn.update(places[: share(len(places))])
+    return (
+        [item for place, item in enumerate(items) if place in drawn],
+        [item for place, item in enumerate(items) if place not in drawn],
+    )
+
+
+def keep_classes(classes: list[int], names: list[str], *parts: list[Item]) -> tuple:
+    """`names` and `parts` with only `classes`, relabelled by their place in that list.
+
+    Raises:
+        ValueError: a class is named twice or does not exist.
+    """
+    if len(set(classes)) < len(classes) or not set(classes) <= set(range(len(names))):
+        raise ValueError(
+            f"classes is {classes}, expected different numbers from 0 to {len(names) - 1}: the "
+            "classes of the data, in their order."
+        )
+    new = {old: place for place, old in enumerate(classes)}
+    return (
+        [names[old] for old in classes],
+        *([(source, new[label]) for source, label in part if label in new] for part in parts),
+    )

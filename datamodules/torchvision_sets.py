@@ -1,0 +1,94 @@
+"""Image sets that torchvision knows how to read and to download."""
+
+from typing import Any, NamedTuple
+
+from PIL import Image
+from torchvision import datasets
+
+from datamodules.images import ImageData, Item, Splits
+
+
+class Source(NamedTuple):
+    """How torchvision's class is asked for each part; None: the set comes without it."""
+
+    num_classes: int
+    train: dict[str, Any]
+    val: dict[str, Any] | None
+    test: dict[str, Any]
+
+
+TRAIN, VAL, TEST = {"split": "train"}, {"split": "val"}, {"split": "test"}
+SOURCES = {
+    "CIFAR10": Source(10, {"train": True}, None, {"train": False}),
+    "CIFAR100": Source(100, {"train": True}, None, {"train": False}),
+    "DTD": Source(47, TRAIN, VAL, TEST),
+    "FGVCAircraft": Source(100, TRAIN, VAL, TEST),
+    "Flowers102": Source(102, TRAIN, VAL, TEST),
+    "Food101": Source(101, TRAIN, None, TEST),
+    "OxfordIIITPet": Source(37, {"split": "trainval"}, None, TEST),
+    "STL10": Source(10, TRAIN, None, TEST),
+    "SVHN": Source(10, TRAIN, None, TEST),
+}
+
+
+class TorchvisionData(ImageData):
+    """A set by the name of its torchvision class, in the layout that torchvision gives it.
+
+    Sets without a validation part validate on the test part unless `val_fraction` is set. The
+    first of DTD's ten official divisions is used.
+
+    Args:
+        dataset: CIFAR10, CIFAR100, DTD, FGVCAircraft, Flowers102, Food101, OxfordIIITPet, STL10
+            or SVHN.
+        download: fetch what is missing in `prepare_data`; root may then be a new folder.
+        **kwargs: see `ImageData`.
+    """
+
+    def __init__(self, dataset: str, download: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if dataset not in SOURCES:
+            raise ValueError(f"dataset is {dataset!r}, expected one of {', '.join(SOURCES)}.")
+        self.dataset, self.download = dataset, download
+
+    @property
+    def num_classes(self) -> int:
+        """Known before the download."""
+        return SOURCES[self.dataset].num_classes if self.classes is None else len(self.classes)
+
+    def prepare_data(self) -> None:
+        if self.download:
+            source = SOURCES[self.dataset]
+            for part in filter(None, (source.train, source.val, source.test)):
+                self._open(part, download=True)
+
+    def load(self) -> Splits:
+        source = SOURCES[self.dataset]
+        train = self._open(source.train)
+        names = getattr(train, "classes", None) or list(map(str, range(source.num_classes)))
+        return Splits(
+            names,
+            items_of(train),
+            items_of(self._open(source.val)) if source.val else None,
+            items_of(self._open(source.test)),
+        )
+
+    def _open(self, part: dict[str, Any], download: bool = False) -> Any:
+        try:
+            return getattr(datasets, self.dataset)(self.folder, download=download, **part)
+        except RuntimeError as error:
+            raise FileNotFoundError(
+                f"{self.dataset} {part} is not in {self.folder} ({error}): set --data.download "
+                "true, or put the files there as torchvision lays them out."
+            ) from error
+
+    @staticmethod
+    def read(source: tuple[Any, int]) -> Image.Image:
+        dataset, index = source
+        return dataset[index][0].convert("RGB")
+
+
+def items_of(dataset: Any) -> list[Item]:
+    """The places of a torchvision dataset with their labels, without reading an image."""
+    names = ("targets", "labels", "_labels")  # torchvision never agreed on one
+    labels = next(getattr(dataset, name) for name in names if hasattr(dataset, name))
+    return [((dataset, place), int(label)) for place, label in enumerate(labels)]

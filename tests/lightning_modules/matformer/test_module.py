@@ -1,0 +1,261 @@
+"""MatViT against the paper's formulas, written out on extracted models."""
+
+import logging
+
+import lightning as L
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lightning_modules.matformer import MatViT, extract, set_granularity
+from lightning_modules.matformer.consistency import classification_loss
+
+CLASSES = 5
+TINY = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 8}
+
+
+def build(**settings):
+    """A module with weights large enough that submodels disagree; what it logs is in `logged`."""
+    module = MatViT(CLASSES, "vit_tiny_patch16_224", TINY, **settings)
+    torch.manual_seed(0)
+    module.configure_model()
+    for parameter in module.model.parameters():
+        if settings.get("head_bias") is None:
+            torch.nn.init.normal_(parameter, std=1.0)
+    module.logged = {}
+    module.log = lambda name, value, **_: module.logged.__setitem__(name, value)
+    return module.eval()
+
+
+def batch(size=8, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(size, 3, 8, 8, generator=generator)
+    return images, torch.randint(CLASSES, (size,), generator=generator)
+
+
+def data(size=8):
+    return torch.utils.data.DataLoader(list(zip(*batch(size), strict=True)), batch_size=4)
+
+
+def trainer(**settings):
+    return L.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, **settings,
+    )  # fmt: skip
+
+
+def test_a_step_optimises_the_granularity_that_is_set():
+    module, (images, labels) = build(), batch()
+    losses = []
+    for name in ("S", "M", "L", "XL"):
+        set_granularity(module.model, name)
+        losses.append(module.training_step((images, labels), 0))
+        expected = F.cross_entropy(extract(module.model, name)(images), labels)
+        torch.testing.assert_close(losses[-1], expected)
+        assert module.logged["train/loss"] is losses[-1]
+    assert len({round(loss.item(), 4) for loss in losses}) == 4
+
+
+@pytest.mark.parametrize("size", [8, 6])  # 6 images: two granularities get two, two get one
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("joint", ["mean", "sum"])
+def test_joint_training_takes_the_loss_of_every_granularity(joint, split, size):
+    module, (images, labels) = build(joint=joint, split_batch=split), batch(size)
+    pieces = [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
+    if size == 6:
+        pieces = [range(0, 2), range(2, 4), range(4, 5), range(5, 6)]
+    total = 0.0
+    for granularity, piece in enumerate(pieces):
+        part = list(piece) if split else list(range(size))
+        logits = extract(module.model, granularity)(images[part])
+        total += F.cross_entropy(logits, labels[part])
+    expected = total / 4 if joint == "mean" else total
+    torch.testing.assert_close(module.training_step((images, labels), 0), expected)
+
+
+def test_a_batch_too_small_to_split():
+    with pytest.raises(ValueError, match=r"batch of 3 .* 4 granularities.* data.batch_size"):
+        build(joint="mean", split_batch=True).training_step(batch(3), 0)
+
+
+@torch.no_grad()
+def test_evaluation_equals_evaluating_the_extracted_models():
+    module = build(eval_granularities=[[0, 1]])
+    batches = [batch(8, seed=1), batch(3, seed=2)]
+    batches[1][1][1:] = -100  # as padding a distributed batch leaves it
+    for index, one in enumerate(batches):
+        module.validation_step(one, index)
+    module.on_validation_epoch_end()
+
+    images = torch.cat([batches[0][0], batches[1][0][:1]])
+    labels = torch.cat([batches[0][1], batches[1][1][:1]])
+    reference = extract(module.model, "XL")(images)
+    p = reference.softmax(-1)
+    expected = {}
+    for label, granularity in {"S": 0, "M": 1, "L": 2, "XL": 3, "S*1+M*1": [0, 1]}.items():
+        logits = extract(module.model, granularity)(images)
+        log_q = logits.log_softmax(-1)
+        expected |= {
+            f"val/accuracy_{label}": (logits.argmax(-1) == labels).float().mean(),
+            f"val/loss_{label}": -log_q[torch.arange(len(labels)), labels].mean(),
+            f"val/agreement_{label}": (logits.argmax(-1) == reference.argmax(-1)).float().mean(),
+            f"val/kl_{label}": (p * (p.log() - log_q)).sum(-1).mean(),
+        }
+    assert module.logged.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(module.logged[name], value, msg=name, atol=1e-6, rtol=1e-5)
+    assert expected["val/agreement_S"] < 1 and expected["val/kl_S"] > 0.01  # they do differ
+    torch.testing.assert_close(module(images), reference)  # and XL is left set
+
+    module.test_step(batches[0], 0)  # nothing of the validation lingers
+    module.on_test_epoch_end()
+    alone = (reference[:8].argmax(-1) == labels[:8]).float().mean()
+    torch.testing.assert_close(module.logged["test/accuracy_XL"], alone)
+
+
+@torch.no_grad()
+def test_a_plain_model_is_its_own_reference():
+    module, (images, labels) = build(fractions=None), batch()
+    module.validation_step((images, labels), 0)
+    module.on_validation_epoch_end()
+    logits = module.model(images)
+    torch.testing.assert_close(
+        module.logged,
+        {
+            "val/accuracy": (logits.argmax(-1) == labels).float().mean(),
+            "val/loss": F.cross_entropy(logits, labels),
+            "val/agreement": torch.tensor(1.0),
+            "val/kl": torch.tensor(0.0),
+        },
+    )
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_sigmoid_cross_entropy(soft):
+    module, (images, labels) = build(loss="sigmoid"), batch()
+    targets = torch.eye(CLASSES)[labels]
+    if soft:
+        labels = targets = 0.3 * targets + 0.7 * targets.flip(0)
+    p = module(images).sigmoid()
+    expected = -(targets * p.log() + (1 - targets) * (1 - p).log()).sum(-1).mean()
+    torch.testing.assert_close(module.training_step((images, labels), 0), expected)
+
+
+def test_an_unknown_loss():
+    with pytest.raises(ValueError, match="unknown loss 'hinge': expected 'softmax' or 'sigmoid'"):
+        classification_loss(*batch(), "hinge")
+
+
+def test_softmax_training_ignores_padding():
+    module, (images, labels) = build(), batch()
+    expected = F.cross_entropy(module(images[:5]), labels[:5])
+    labels[5:] = -100
+    torch.testing.assert_close(module.training_step((images, labels), 0), expected)
+
+
+def test_head_bias_starts_every_class_at_the_prior():
+    module, (images, labels) = build(loss="sigmoid", head_bias=-6.9), batch()
+    torch.testing.assert_close(module(images), torch.full((8, CLASSES), -6.9))
+    p = torch.tensor(-6.9).sigmoid()
+    expected = -p.log() - (CLASSES - 1) * (1 - p).log()
+    torch.testing.assert_close(module.training_step((images, labels), 0), expected)
+
+
+@pytest.mark.parametrize("policy", ["frozen", "moving"])
+def test_idle_tail_is_what_the_setting_says(policy):
+    module = build(idle_tail=policy, weight_decay=0.5, lr=0.1)
+    set_granularity(module.model, "M")
+    before = module.model.blocks[1].mlp.fc1.weight.detach().clone()
+    trainer(max_steps=1).fit(module, data())
+    changed = (before != module.model.blocks[1].mlp.fc1.weight).any(1)
+    assert changed[:16].all()
+    assert changed[16:].any() == changed[16:].all() == (policy == "moving")
+
+
+def test_the_schedule_spans_the_run():
+    module = build(lr=1.0, warmup_steps=2, optimizer="sgd")
+    rates = []
+
+    class Rates(L.Callback):
+        def on_train_batch_start(self, trainer, *_):
+            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    trainer(max_epochs=3, callbacks=[Rates()]).fit(module, data())
+    assert rates == pytest.approx([0, 0.5, 1, 0.853553, 0.5, 0.146447], abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    module = build(init_from=None)
+    runner = trainer(max_steps=1)
+    runner.fit(module, data())
+    path = tmp_path_factory.mktemp("run") / "last.ckpt"
+    runner.save_checkpoint(path)
+    return path, module
+
+
+def test_a_checkpoint_holds_plain_types_and_loads_by_itself(checkpoint):
+    path, module = checkpoint
+    content = torch.load(path, weights_only=True)
+    assert content["hyper_parameters"]["model_args"] == TINY
+    loaded = MatViT.load_from_checkpoint(path, weights_only=True)
+    images, _ = batch()
+    for name in ("S", "XL"):
+        set_granularity(module.model, name)
+        set_granularity(loaded.model, name)
+        assert torch.equal(loaded.eval()(images), module.eval()(images))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("architecture", "vit_small_patch16_224"),
+        ("model_args", {**TINY, "depth": 3}),
+        ("num_classes", 7),
+        ("fractions", [0.5, 1.0]),
+        ("part", "heads"),
+    ],
+)
+def test_resuming_from_another_models_checkpoint_is_refused(checkpoint, name, value):
+    path, module = checkpoint
+    other = MatViT(**{**module.hparams, name: value})
+    with pytest.raises(ValueError, match=f"another model: its {name} is .*model.init_from") as said:
+        trainer(max_steps=2).fit(other, data(), ckpt_path=path)
+    assert repr(module.hparams[name]) in str(said.value) and repr(value) in str(said.value)
+
+
+def test_a_checkpoint_of_something_else_is_refused():
+    with pytest.raises(ValueError, match="another model: its architecture is None"):
+        build().on_load_checkpoint({"state_dict": {}})
+
+
+def test_init_from_says_what_did_not_fit_and_leaves_no_trace(checkpoint, tmp_path, caplog):
+    _, module = checkpoint
+    state = {f"model.{name}": value for name, value in module.model.state_dict().items()}
+    del state["model.norm.bias"]
+    state["model.old_head"] = torch.zeros(3)
+    state["model.head.weight"] = torch.zeros(9, 16)
+    torch.save({"state_dict": state}, tmp_path / "old.ckpt")
+    new = MatViT(CLASSES, "vit_tiny_patch16_224", TINY, init_from=str(tmp_path / "old.ckpt"))
+    with caplog.at_level(logging.INFO, "lightning_modules"):
+        new.configure_model()
+    assert "1 missing: norm.bias" in caplog.text
+    assert "1 unexpected: old_head" in caplog.text
+    assert "1 reshaped: head.weight (9, 16) for (5, 16)" in caplog.text
+    kept = {"norm.bias", "head.weight"}
+    for name, value in new.model.state_dict().items():
+        assert torch.equal(value, module.model.state_dict()[name]) == (name not in kept), name
+    assert "init_from" not in new.hparams
+
+
+def test_wrong_settings():
+    with pytest.raises(ValueError, match="split_batch needs joint"):
+        MatViT(CLASSES, split_batch=True)
+    with pytest.raises(ValueError, match="joint: mean needs fractions"):
+        MatViT(CLASSES, joint="mean", fractions=None)
+    with pytest.raises(ValueError, match="granularity \\[0\\] has 1 entries: this model has 2"):
+        build(eval_granularities=[[0]])
+    with pytest.raises(ValueError, match="no model 'vit_tiny_patch16_42'; similar: vit_"):
+        MatViT(CLASSES, "vit_tiny_patch16_42", pretrained=True).configure_model()
+    with pytest.raises(ValueError, match="no model 'nothing'; similar: none"):
+        MatViT(CLASSES, "nothing").configure_model()
