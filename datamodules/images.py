@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.seed import isolate_rng
 from PIL import Image
 from timm.data import Mixup, create_transform
 from timm.data.mixup import mixup_target
@@ -305,7 +306,11 @@ class ImageData(LightningDataModule):
         )
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Makes soft targets while training, if asked for; draws from numpy's global generator."""
+        """Makes soft targets while training, if asked for; mixing is seeded for itself.
+
+        It depends on (seed, batches seen, rank) alone: Lightning calls this before any callback
+        could seed the batch.
+        """
         if self.trainer is None or not self.trainer.training:
             return batch
         if self.mixup or self.cutmix:
@@ -322,7 +327,11 @@ class ImageData(LightningDataModule):
                 label_smoothing=self.label_smoothing,
                 num_classes=self.num_classes,
             )
-            return mix(x, label)
+            rank = (self.trainer.distributed_sampler_kwargs or {"rank": 0})["rank"]
+            seen = self.trainer.fit_loop.epoch_loop.total_batch_idx + 1
+            with isolate_rng(include_cuda=False):
+                np.random.seed(np.random.SeedSequence((self.seed, seen, rank)).generate_state(1))
+                return mix(x, label)
         if self.label_smoothing:
             x, label = batch
             return x, mixup_target(label, self.num_classes, smoothing=self.label_smoothing)

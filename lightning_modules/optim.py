@@ -51,6 +51,21 @@ def build_optimizer(
     raise ValueError(f"unknown optimizer {name!r}: expected 'adamw' or 'sgd'")
 
 
+def training_steps(trainer: Any) -> int:
+    """Optimizer steps of the whole run, for use in `configure_optimizers`.
+
+    Lightning 2.6 builds the training loader to estimate them. On resume that comes before it has
+    read where in the epoch the checkpoint lies, and the loader would never hear of it: so the
+    loader is dropped and built again when training starts.
+
+    Args:
+        trainer: the Lightning Trainer.
+    """
+    steps = int(trainer.estimated_stepping_batches)
+    trainer.fit_loop._combined_loader = None
+    return steps
+
+
 def with_schedule(optimizer: Optimizer, schedule: str, warmup_steps: int, total_steps: int) -> Any:
     """The optimizer with a learning rate that changes every step, as Lightning takes it.
 

@@ -123,8 +123,8 @@ def resample_positions(model: nn.Module, positions: Tensor) -> Tensor:
     grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
     if grid is None or positions.ndim != 3:
         return positions
-    special = 0 if getattr(model, "no_embed_class", False) else int(model.num_prefix_tokens)
-    patches = positions.shape[1] - special
+    special = 0 if getattr(model, "no_embed_class", False) else model.num_prefix_tokens
+    patches = positions.shape[1] - special  # type: ignore[operator]
     if patches < 1 or math.isqrt(patches) ** 2 != patches:
         return positions
     return resample_abs_pos_embed(positions, list(grid), num_prefix_tokens=special)

@@ -1,5 +1,6 @@
 """`python -m recipes`: see recipes/cli.py."""
 
-from recipes.cli import main
+from recipes.cli import console, main
 
-main()
+if __name__ == "__main__":
+    console(main)

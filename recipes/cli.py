@@ -6,7 +6,11 @@ python -m recipes fit -c recipes/matformer/matvit.yaml --trainer.devices 8 --tra
 """
 
 import logging
+import os
+import sys
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import lightning as L
 import torch
@@ -16,6 +20,8 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 
 from callbacks.seeding import SeedEveryStep
 
+
+SUMMARY = "One training stage from one YAML file, such as recipes/matformer/matvit.yaml."
 
 # an experiment hands each stage its own arguments, whatever the process was started with
 warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
@@ -40,7 +46,7 @@ class RecipeCLI(LightningCLI):
             # it would put every argument, init_from too, into the checkpoint's hyperparameters
             load_from_checkpoint_support=False,
             save_config_kwargs={"overwrite": True},
-            parser_kwargs={"prog": "python -m recipes", "description": __doc__},
+            parser_kwargs={"prog": "python -m recipes", "description": SUMMARY},
             args=args,
             run=run,
         )
@@ -96,3 +102,19 @@ def main(args: list[str] | None = None) -> RecipeCLI:
     torch.set_float32_matmul_precision("high")
     logging.getLogger("lightning_modules").setLevel(logging.INFO)
     return RecipeCLI(args)
+
+
+def console(run: Callable[[], Any]) -> None:
+    """Run a command; say what is wrong with its input in one line instead of a traceback.
+
+    The environment variable RECIPES_TRACEBACK=1 brings the traceback back.
+    """
+    try:
+        run()
+    except KeyboardInterrupt:
+        sys.exit("interrupted: the same command continues")
+    except (ValueError, OSError) as error:
+        if os.environ.get("RECIPES_TRACEBACK"):
+            raise
+        print(f"error: {error}\n(RECIPES_TRACEBACK=1 shows where)", file=sys.stderr)
+        sys.exit(2)

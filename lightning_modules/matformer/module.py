@@ -11,7 +11,12 @@ from lightning_modules.backbones import build_vision, shard
 from lightning_modules.matformer.consistency import SubmodelMetrics, classification_loss
 from lightning_modules.matformer.idle_tail import freeze_idle_tail
 from lightning_modules.matformer.nest import nest, nesting_of, set_granularity
-from lightning_modules.optim import build_optimizer, parameter_groups, with_schedule
+from lightning_modules.optim import (
+    build_optimizer,
+    parameter_groups,
+    training_steps,
+    with_schedule,
+)
 from lightning_modules.weights import load_weights
 
 
@@ -206,7 +211,7 @@ class MatViT(L.LightningModule):
         optimizer = build_optimizer(h.optimizer, groups, h.lr, tuple(h.betas), h.momentum)
         if h.fractions is not None and h.idle_tail == "frozen":
             freeze_idle_tail(optimizer, self.model)
-        total = int(self.trainer.estimated_stepping_batches)
+        total = training_steps(self.trainer)
         return with_schedule(optimizer, h.schedule, h.warmup_steps, total)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

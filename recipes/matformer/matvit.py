@@ -20,7 +20,7 @@ from lightning_modules.matformer import arrange
 from lightning_modules.matformer.mix_and_match import Order
 from lightning_modules.matformer.nest import GRANULARITIES, nesting_of
 from lightning_modules.matformer.search import evolve, fit_predictor, sample_configurations
-from recipes.cli import parse
+from recipes.cli import console, parse
 from recipes.experiment import Experiment, StageResult, from_command_line
 from recipes.matformer.submodels import ladder, load, plot_sizes, score, submodel
 from recipes.report import markdown_table, mean_sd, save_plot, show_table, write_report
@@ -262,4 +262,4 @@ def plot_accuracy(
 
 
 if __name__ == "__main__":
-    main()
+    console(main)

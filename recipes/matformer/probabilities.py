@@ -3,8 +3,8 @@
 Favouring XL improves it at the cost of S, and the other way round. The row of equal probabilities
 is recipes.matformer.matvit's own training, used again if it is there.
 
-    python -m recipes.matformer.probabilities                            digits, a minute on a CPU
-    python -m recipes.matformer.probabilities --preset small --seeds 3   tiny-imagenet of $RECIPES_DATA
+    python -m recipes.matformer.probabilities                    digits, a minute or two on a CPU
+    python -m recipes.matformer.probabilities --preset small     tiny-imagenet of $RECIPES_DATA
     python -m recipes.matformer.probabilities --preset paper --data.root /data/imagenet
 """
 
@@ -16,11 +16,11 @@ from matplotlib import pyplot as plt
 from lightning_modules.matformer.nest import GRANULARITIES
 from recipes.experiment import Experiment, StageResult, from_command_line
 from recipes.matformer.matvit import Scores, sampling
-from recipes.matformer.submodels import load, score, submodel
+from recipes.matformer.submodels import ladder, load, score, submodel
 from recipes.report import markdown_table, mean_sd, save_plot, show_table, write_report
 
 # probabilities of S, M, L, XL → the paper's validation log-perplexity of S, M, L, XL (850M MatLM)
-TABLE_6 = {
+TABLE_6: dict[tuple[float, ...], Sequence[float]] = {
     (0.44, 0.31, 0.15, 0.10): (2.963, 2.925, 2.899, 2.877),
     (0.31, 0.27, 0.22, 0.20): (2.977, 2.929, 2.890, 2.857),
     (0.25, 0.25, 0.25, 0.25): (2.970, 2.934, 2.886, 2.846),
@@ -42,10 +42,7 @@ def main(argv: list[str] | None = None) -> Experiment:
         scores: dict[str, Scores] = {}
         for row in TABLE_6:
             model = load(train(experiment, seed, row).checkpoint)
-            sizes = [
-                submodel(model, data.image_size, [i] * len(model.nesting.layers))
-                for i in range(len(GRANULARITIES))
-            ]
+            sizes = [submodel(model, data.image_size, mix) for mix in ladder(model, between=0)]
             scores[name(row)] = score(sizes, data.val_dataloader(), sizes[-1], name(row))
         results.append(scores)
         report(experiment, results)
@@ -100,7 +97,7 @@ def report(experiment: Experiment, results: Sequence[dict[str, Scores]]) -> None
 
 def plot(experiment: Experiment, results: Sequence[dict[str, Scores]]) -> None:
     """Loss of each size less its loss under equal probabilities, beside the paper's."""
-    ours = {
+    ours: dict[tuple[float, ...], Sequence[float]] = {
         row: [
             statistics.fmean(r[name(row)][size]["loss"] for r in results) for size in GRANULARITIES
         ]

@@ -71,7 +71,7 @@ def evaluate(data: ImageData, stages: dict[str, StageResult]) -> Scores:
         for model in models:
             title = f"{FAMILIES[family]} {model.label}"
             queries = encode(model, data.val_dataloader(), f"{title}: queries")
-            found = {"parameters": model.parameters, "macs": model.macs}
+            found: dict[str, float] = {"parameters": model.parameters, "macs": model.macs}
             found["adaptive"] = nearest_neighbour_accuracy(*queries, *largest)
             if model.label in GRANULARITIES:
                 own = largest
@@ -126,8 +126,8 @@ def report(experiment: Experiment, results: Sequence[Scores], chance: float) -> 
         experiment.provenance(),
         "1-NN accuracy in %, mean ± standard deviation over seeds, by cosine of the feature "
         "vectors; documents are the training images without augmentation, queries the validation "
-        "images. Adaptive: XL encodes the documents. Traditional: the query's encoder does. Compute "
-        "is the query encoder's multiply-adds for one image. Labels with `*` are "
+        "images. Adaptive: XL encodes the documents. Traditional: the query's encoder does. "
+        "Compute is the query encoder's multiply-adds for one image. Labels with `*` are "
         f"Mix'n'Match sizes. Chance is {100 * chance:.1f} %.",
         markdown_table(header, rows),
         "![1-NN accuracy against compute of the query encoder](retrieval.png)",

@@ -1,0 +1,173 @@
+"""The command line: what the YAML says is what runs, and a slip in it is named."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from recipes.cli import layers_of, main, parse
+
+MATFORMER = Path(__file__).resolve().parents[2] / "recipes" / "matformer"
+BASE, TINY = str(MATFORMER / "matvit.yaml"), str(MATFORMER / "matvit.tiny.yaml")
+MODEL = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
+
+
+def run(subcommand, folder, *overrides):
+    return main(
+        [
+            *(subcommand, "-c", BASE, "-c", TINY),
+            f"--model.init_args.model_args={json.dumps(MODEL)}",
+            "--data.init_args.classes=[3,5,7]",
+            "--data.init_args.batch_size=16",
+            "--trainer.max_epochs=1",
+            "--trainer.check_val_every_n_epoch=1",
+            "--trainer.limit_train_batches=2",
+            "--trainer.enable_progress_bar=false",
+            f"--trainer.default_root_dir={folder}",
+            f"--checkpoint.dirpath={folder}",
+            *overrides,
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    return folder, run("fit", folder)
+
+
+def test_fit_trains_and_leaves_a_checkpoint(fitted):
+    folder, cli = fitted
+    checkpoint = torch.load(folder / "last.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == 2
+    assert cli.trainer.callback_metrics["val/accuracy_S"] >= 0
+
+
+def test_the_data_say_how_many_classes_there_are(fitted):
+    folder, cli = fitted
+    assert cli.model.model.get_classifier().out_features == 3
+    checkpoint = torch.load(folder / "last.ckpt", weights_only=True)
+    assert checkpoint["hyper_parameters"]["num_classes"] == 3
+
+
+def test_the_config_beside_a_run_makes_the_same_run(fitted):
+    _, cli = fitted
+    saved = Path(cli.trainer.log_dir) / "config.yaml"
+    again = main(["fit", "-c", str(saved)])
+    for name, value in cli.model.state_dict().items():
+        assert torch.equal(again.model.state_dict()[name], value), name
+
+
+def test_validate_scores_a_checkpoint_as_fit_did(fitted):
+    folder, cli = fitted
+    scored = run("validate", folder, f"--ckpt_path={folder / 'last.ckpt'}").trainer.callback_metrics
+    expected = {k: v for k, v in cli.trainer.callback_metrics.items() if k.startswith("val/")}
+    assert scored == expected and len(scored) == 16
+    tested = run("test", folder, f"--ckpt_path={folder / 'last.ckpt'}").trainer.callback_metrics
+    assert tested == {k.replace("val/", "test/"): v for k, v in expected.items()}
+
+
+def test_predict_gives_the_logits_of_the_largest(fitted):
+    folder, cli = fitted
+    arguments = [f"--ckpt_path={folder / 'last.ckpt'}", "--return_predictions=true"]
+    logits = torch.cat(run("predict", folder, *arguments).trainer.predict_loop.predictions)
+    labels = torch.tensor([label for _, label in cli.datamodule.val_set.items])
+    accuracy = (logits.argmax(-1) == labels).float().mean()
+    torch.testing.assert_close(accuracy, cli.trainer.callback_metrics["val/accuracy_XL"])
+
+
+def test_on_resume_the_yaml_has_the_last_word(fitted, tmp_path):
+    folder, cli = fitted
+    cli = run(
+        "fit",
+        tmp_path,
+        f"--ckpt_path={folder / 'last.ckpt'}",
+        "--trainer.max_epochs=2",
+        "--model.init_args.idle_tail=moving",
+    )
+    assert cli.trainer.global_step == 4
+    assert cli.model.hparams.idle_tail == "moving"
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["hyper_parameters"]
+    assert saved["idle_tail"] == "moving"
+
+
+def test_init_from_starts_a_new_run_and_is_not_in_its_checkpoint(fitted, tmp_path):
+    folder, cli = fitted
+    last = folder / "last.ckpt"
+    new = run(
+        "fit", tmp_path, f"--model.init_args.init_from={last}", "--model.init_args.lr=1.0e-12"
+    )
+    assert new.trainer.global_step == 2
+    for name, value in cli.model.state_dict().items():
+        torch.testing.assert_close(new.model.state_dict()[name], value)
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["hyper_parameters"]
+    assert "init_from" not in saved
+
+
+@pytest.mark.parametrize(
+    ("stage", "key"),
+    [
+        ({"model": {"init_args": {"learning_rate": 0.1}}}, "learning_rate"),
+        ({"data": {"init_args": {"batchsize": 8}}}, "batchsize"),
+        ({"trainer": {"epochs": 3}}, "epochs"),
+        ({"checkpoints": {"save_last": False}}, "checkpoints"),
+    ],
+)
+def test_an_unknown_key_in_a_stage_is_named(stage, key, tmp_path, capsys):
+    (tmp_path / "stage.yaml").write_text(yaml.safe_dump(stage))
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "-c", BASE, "-c", TINY, "-c", str(tmp_path / "stage.yaml")])
+    assert stop.value.code == 2
+    assert key in capsys.readouterr().err.rpartition("error: ")[2]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ("--model.init_args.lr=fast", "lr"),
+        ("--model.init_args.joint=median", "median"),
+        ("--data=datamodules.NoSuchData", "NoSuchData"),
+    ],
+)
+def test_a_wrong_value_is_named(wrong, named, capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "-c", BASE, "-c", TINY, wrong])
+    assert named in capsys.readouterr().err.rpartition("error: ")[2]
+
+
+def test_print_config_prints_what_would_run(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "-c", BASE, "-c", TINY, "--model.init_args.lr=0.5", "--print_config"])
+    assert stop.value.code == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["model"]["init_args"]["lr"] == 0.5
+    assert shown["model"]["init_args"]["model_args"]["embed_dim"] == 64
+    assert shown["checkpoint"]["save_last"] is True
+
+
+def test_one_seed_for_the_whole_run():
+    config = parse(TINY, ["--seed_everything=7"])
+    assert (config.seeding.seed, config.data.init_args.seed) == (7, 7)
+
+
+def test_a_preset_is_laid_over_its_stage():
+    assert layers_of("a/b.tiny.yaml") == ["a/b.yaml", "a/b.tiny.yaml"]
+    assert layers_of("b.tiny.yaml") == ["b.yaml", "b.tiny.yaml"]
+    assert layers_of("a/b.yaml") == ["a/b.yaml"]
+    paper, tiny = parse(BASE), parse(TINY)
+    assert (paper.trainer.max_epochs, tiny.trainer.max_epochs) == (300, 32)
+    assert paper.data.class_path.endswith("ImageNetData")
+    assert tiny.data.class_path.endswith("DigitsData")
+    for config in (paper, tiny):  # what tiny does not mention stays
+        [sampling] = config.trainer.callbacks
+        assert sampling.class_path == "callbacks.granularity.GranularitySampling"
+        assert config.trainer.gradient_clip_val == 1.0
+        assert config.model.init_args.fractions == [0.125, 0.25, 0.5, 1.0]
+
+
+def test_parse_builds_nothing_and_takes_overrides():
+    config = parse(BASE, ["--data.init_args.root=/nowhere", "--model.init_args.lr=0.25"])
+    assert config.data.init_args.root == "/nowhere"
+    assert config.model.init_args.lr == 0.25
