@@ -20,7 +20,6 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 
 from callbacks.seeding import SeedEveryStep
 
-
 SUMMARY = "One training stage from one YAML file, such as recipes/matformer/matvit.yaml."
 
 # an experiment hands each stage its own arguments, whatever the process was started with

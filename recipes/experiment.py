@@ -176,11 +176,11 @@ class Experiment:
                 digest.update(str(value.stat().st_mtime_ns).encode())
         return digest.hexdigest()
 
-    def provenance(self) -> str:
-        """One line for a report: command, device, software, date."""
+    def provenance(self, seeds: int) -> str:
+        """One line for a report on that many finished seeds: command, device, software, date."""
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name()
         return (
-            f"`{self.command}` · {self.seeds} seed{'s' if self.seeds > 1 else ''} · {device} · "
+            f"`{self.command}` · {seeds} seed{'s' if seeds > 1 else ''} · {device} · "
             f"torch {torch.__version__} · {time.strftime('%Y-%m-%d')}"
         )
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from matplotlib import pyplot as plt
 
 from lightning_modules.matformer.nest import GRANULARITIES
-from recipes.cli import parse
+from recipes.cli import console, parse
 from recipes.experiment import Experiment, StageResult, from_command_line
 from recipes.matformer.matvit import BETWEEN, Scores, independent, sampling
 from recipes.matformer.submodels import ladder, load, plot_sizes, score, submodel
@@ -113,7 +113,7 @@ def report(experiment: Experiment, results: Sequence[dict[str, Scores]]) -> None
     )
     text = [
         f"# Pre-training and fine-tuning, plain or nested (Table 7), preset {experiment.preset}",
-        experiment.provenance(),
+        experiment.provenance(len(results)),
         "Validation accuracy in % after fine-tuning, mean ± standard deviation over seeds, beside "
         "the paper's (L/16, ImageNet-21K → ImageNet-1K, 131M / 156M / 206M / 306M). Parameters "
         f"here, without the classifier: {sizes}. The scale differs unless the preset is `paper`: "
@@ -123,7 +123,7 @@ def report(experiment: Experiment, results: Sequence[dict[str, Scores]]) -> None
         "At both stages a nested training sees 4X images and each plain one X. The paper does not "
         "say how it divided them.",
     ]
-    metrics = {"provenance": experiment.provenance(), "seeds": results}
+    metrics = {"provenance": experiment.provenance(len(results)), "seeds": results}
     write_report(experiment.out, text, metrics)
 
 
@@ -148,4 +148,4 @@ def plot(experiment: Experiment, results: Sequence[dict[str, Scores]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    console(main)

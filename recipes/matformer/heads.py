@@ -11,6 +11,7 @@ the feed-forward one, which is recipes.matformer.matvit's own training, used aga
 from collections.abc import Sequence
 
 from lightning_modules.matformer.nest import GRANULARITIES
+from recipes.cli import console
 from recipes.experiment import Experiment, from_command_line
 from recipes.matformer.matvit import BETWEEN, Scores, plot_accuracy, sampling
 from recipes.matformer.submodels import ladder, load, score, submodel
@@ -60,7 +61,7 @@ def report(experiment: Experiment, results: Sequence[dict[str, Scores]]) -> None
     show_table(f"Heads ({experiment.preset}): validation accuracy, %", header, rows)
     text = [
         f"# Nested attention heads, preset {experiment.preset}",
-        experiment.provenance(),
+        experiment.provenance(len(results)),
         "Validation accuracy in %, mean ± standard deviation over seeds; parameters and "
         "multiply-adds without the classifier. S, M, L, XL are 1/8, 1/4, 1/2 and all of the hidden "
         "neurons, or 1/4, 1/2, 3/4 and all of the heads. The plot shows the Mix'n'Match sizes "
@@ -70,9 +71,9 @@ def report(experiment: Experiment, results: Sequence[dict[str, Scores]]) -> None
         "The paper nests the heads of language models (MatLM-Attn, Appendix F.2); it has no vision "
         "Transformer to put beside this one.",
     ]
-    metrics = {"provenance": experiment.provenance(), "seeds": results}
+    metrics = {"provenance": experiment.provenance(len(results)), "seeds": results}
     write_report(experiment.out, text, metrics)
 
 
 if __name__ == "__main__":
-    main()
+    console(main)

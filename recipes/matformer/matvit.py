@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 from matplotlib import pyplot as plt
+from torch.utils.data import Subset
 
+from datamodules.loading import build_loader
 from lightning_modules.matformer import arrange
 from lightning_modules.matformer.mix_and_match import Order
 from lightning_modules.matformer.nest import GRANULARITIES, nesting_of
@@ -143,11 +145,16 @@ def evaluate(
 def compare_orders(model: Any, data: Any, seed: int) -> list[dict[str, Any]]:
     """Mix'n'Match beside other orders of the same layers, and beside evolutionary search.
 
-    The search learns from losses on every other validation batch; all are compared on the
-    remaining batches (Section 3.3, Appendix D.1).
+    The search learns from losses on every other validation image; all are compared on the
+    remaining images (Section 3.3, Appendix D.1).
     """
-    batches = list(data.val_dataloader())
-    learn, judge = batches[::2], batches[1::2] or batches
+    images = data.val_set
+    learn, judge = (
+        build_loader(
+            Subset(images, range(part, len(images), 2)), data.eval_batch_size, training=False
+        )
+        for part in (0, 1)
+    )
     nesting = nesting_of(model)
     widths, layers, size = nesting.layers[0].widths, len(nesting.layers), data.image_size
     largest = submodel(model, size, [len(widths) - 1] * layers)
@@ -212,7 +219,7 @@ def report(
     mse = statistics.fmean(rows[0]["predictor_mse"] for rows in orders)
     text = [
         f"# MatViT, preset {experiment.preset}",
-        experiment.provenance(),
+        experiment.provenance(len(results)),
         "Validation accuracy in %, mean ± standard deviation over seeds; parameters and "
         "multiply-adds without the classifier. Labels with `*` are Mix'n'Match sizes: `M*3+L*3` "
         "is three layers of M, then three of L. All trainings saw the same number of examples; "
@@ -225,14 +232,18 @@ def report(
         "KL(largest ‖ submodel), nats:",
         markdown_table(["size", *titles.values()], divergence),
         "## Mix'n'Match beside other orders and beside search",
-        "Loss of MatViT (sampled) on half of the validation batches; the budget is hidden neurons "
+        "Loss of MatViT (sampled) on half of the validation images; the budget is hidden neurons "
         "over all layers. The four orders place the same layers differently; Mix'n'Match is "
         f"`increase`. The search's predictor learned from {SEARCH_PAIRS} configurations on the "
-        f"other half of the batches; its held-out mean squared error is {mse:.2g}.",
+        f"other half; its held-out mean squared error is {mse:.2g}.",
         markdown_table(["budget", "Mix'n'Match", *order_names], order_rows),
     ]
     show_table(f"MatViT ({experiment.preset}): validation accuracy, %", header, main)
-    metrics = {"provenance": experiment.provenance(), "seeds": results, "orders": orders}
+    metrics = {
+        "provenance": experiment.provenance(len(results)),
+        "seeds": results,
+        "orders": orders,
+    }
     write_report(experiment.out, text, metrics)
 
 
@@ -257,7 +268,7 @@ def plot_accuracy(
         plot_sizes(axis, curves, separate=INDEPENDENT)
         axis.set_xlabel(f"{name}, millions (without classifier)")
     axes[0].set_ylabel("validation accuracy, %")
-    axes[1].legend(loc="lower right")
+    axes[1].legend(loc="best")
     save_plot(figure, experiment.out / "accuracy.png")
 
 

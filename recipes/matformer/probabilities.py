@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from matplotlib import pyplot as plt
 
 from lightning_modules.matformer.nest import GRANULARITIES
+from recipes.cli import console
 from recipes.experiment import Experiment, StageResult, from_command_line
 from recipes.matformer.matvit import Scores, sampling
 from recipes.matformer.submodels import ladder, load, score, submodel
@@ -81,7 +82,7 @@ def report(experiment: Experiment, results: Sequence[dict[str, Scores]]) -> None
     show_table(f"Sampling ({experiment.preset}): validation accuracy, %", header, cells["accuracy"])
     text = [
         f"# Sampling probabilities (Table 6), preset {experiment.preset}",
-        experiment.provenance(),
+        experiment.provenance(len(results)),
         "Validation accuracy in %, mean ± standard deviation over seeds:",
         markdown_table(header, cells["accuracy"]),
         "Validation loss in nats, beside the paper's validation log-perplexity of an 850M language "
@@ -91,7 +92,7 @@ def report(experiment: Experiment, results: Sequence[dict[str, Scores]]) -> None
         ),
         "![loss of each size, less that of equal probabilities](probabilities.png)",
     ]
-    metrics = {"provenance": experiment.provenance(), "seeds": results}
+    metrics = {"provenance": experiment.provenance(len(results)), "seeds": results}
     write_report(experiment.out, text, metrics)
 
 
@@ -117,4 +118,4 @@ def plot(experiment: Experiment, results: Sequence[dict[str, Scores]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    console(main)

@@ -21,6 +21,7 @@ from datamodules.images import ImageData, ImageSet
 from datamodules.loading import build_loader
 from lightning_modules.matformer.consistency import nearest_neighbour_accuracy
 from lightning_modules.matformer.nest import GRANULARITIES
+from recipes.cli import console
 from recipes.experiment import Experiment, StageResult, from_command_line
 from recipes.matformer import matvit
 from recipes.matformer.submodels import encode, ladder, load, plot_sizes, submodel
@@ -123,7 +124,7 @@ def report(experiment: Experiment, results: Sequence[Scores], chance: float) -> 
     show_table(f"Retrieval ({experiment.preset}): 1-NN accuracy, %", header, rows)
     text = [
         f"# Retrieval with elastic query encoders, preset {experiment.preset}",
-        experiment.provenance(),
+        experiment.provenance(len(results)),
         "1-NN accuracy in %, mean ± standard deviation over seeds, by cosine of the feature "
         "vectors; documents are the training images without augmentation, queries the validation "
         "images. Adaptive: XL encodes the documents. Traditional: the query's encoder does. "
@@ -140,7 +141,11 @@ def report(experiment: Experiment, results: Sequence[Scores], chance: float) -> 
         "The scale differs unless the preset is `paper`: compare how the sizes stand to each "
         "other, not the numbers.",
     ]
-    metrics = {"provenance": experiment.provenance(), "chance": chance, "seeds": results}
+    metrics = {
+        "provenance": experiment.provenance(len(results)),
+        "chance": chance,
+        "seeds": results,
+    }
     write_report(experiment.out, text, metrics)
 
 
@@ -170,4 +175,4 @@ def plot(experiment: Experiment, results: Sequence[Scores], chance: float) -> No
 
 
 if __name__ == "__main__":
-    main()
+    console(main)
