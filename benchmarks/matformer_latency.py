@@ -243,7 +243,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     command = shlex.join(["python", "benchmarks/matformer_latency.py", *arguments])
     print(f"`{command}` · {machine(device)} · {time.strftime('%Y-%m-%d')}\n")
     goal = f"goal: extracted within {TOLERANCE:.0%}"
-    print(f"Inference, time over the native timm model's of that width; {goal}.\n")
+    print(f"Inference, time over the native timm model's of that width; {goal}.")
+    print("At XL all three are the same model: how far those ratios are from 1 is the noise.\n")
     header = ["model", "size", "multiply-adds / image", "extracted", "goal", "nested in place"]
     print(markdown([*header, "rounds"], served))
     print("\nTraining step, time over XL's, and what frozen idle tails add to a step.\n")

@@ -1,5 +1,6 @@
 """Drawing the granularity that each training step optimises."""
 
+import os
 import random
 from typing import Any
 
@@ -19,14 +20,17 @@ class GranularitySampling(L.Callback):
         probabilities: one for each granularity, summing to 1; uniform when null (MatFormer, Eq. 2
             and Table 6).
         per_layer: draw each layer's granularity independently (OFA, Appendix B.4).
-        seed: of the draws.
+        seed: of the draws; the run's own (seed_everything) when null.
 
     Raises:
         ValueError: when training starts, if the probabilities do not fit the model.
     """
 
     def __init__(
-        self, probabilities: list[float] | None = None, per_layer: bool = False, seed: int = 0
+        self,
+        probabilities: list[float] | None = None,
+        per_layer: bool = False,
+        seed: int | None = None,
     ):
         self.probabilities = probabilities
         self.per_layer = per_layer
@@ -44,7 +48,9 @@ class GranularitySampling(L.Callback):
 
     def draw(self, step: int, granularities: int, layers: int) -> list[int]:
         """The granularity index of each layer at an optimizer step."""
-        generator = random.Random(f"{self.seed} {step}")
+        # Lightning leaves the run's seed in the environment, where all its processes find it
+        seed = os.environ.get("PL_GLOBAL_SEED", 0) if self.seed is None else self.seed
+        generator = random.Random(f"{seed} {step}")
         count = layers if self.per_layer else 1
         chosen = generator.choices(range(granularities), weights=self.probabilities, k=count)
         return chosen if self.per_layer else chosen * layers

@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -93,14 +94,25 @@ def layers_of(path: str) -> list[str]:
     folder, _, name = path.rpartition("/")
     parts = name.split(".")
     base = f"{folder}/{parts[0]}.yaml" if folder else f"{parts[0]}.yaml"
-    return [path] if len(parts) == 2 else [base, path]
+    return [base, path] if len(parts) > 2 and Path(base).is_file() else [path]
 
 
 def main(args: list[str] | None = None) -> RecipeCLI:
-    """Run one stage; the command line is sys.argv's unless args are given."""
+    """Run one stage; the command line is sys.argv's unless args are given.
+
+    A preset (-c matvit.tiny.yaml) brings the stage that it changes with it.
+    """
+    args = sys.argv[1:] if args is None else args
+    given: list[str] = []
+    for i, argument in enumerate(args):
+        if i and args[i - 1] in ("-c", "--config"):
+            base, *preset = layers_of(argument)
+            given += [base, "-c", *preset] if preset and base not in args else [argument]
+        else:
+            given.append(argument)
     torch.set_float32_matmul_precision("high")
     logging.getLogger("lightning_modules").setLevel(logging.INFO)
-    return RecipeCLI(args)
+    return RecipeCLI(given)
 
 
 def console(run: Callable[[], Any]) -> None:

@@ -25,6 +25,13 @@ def test_draws_repeat_and_do_not_touch_other_generators():
     assert torch.rand(1) == torch.rand(1, generator=torch.Generator().manual_seed(1))
 
 
+def test_the_runs_seed_is_the_default(monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "5")
+    assert draws(GranularitySampling()) == draws(GranularitySampling(seed=5))
+    monkeypatch.delenv("PL_GLOBAL_SEED")
+    assert draws(GranularitySampling()) == draws(GranularitySampling(seed=0))
+
+
 def test_one_granularity_for_all_layers_and_uniform():
     counts = Counter(draws(GranularitySampling()))
     assert set(counts) == {(i,) * 3 for i in range(4)}

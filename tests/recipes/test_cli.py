@@ -147,6 +147,14 @@ def test_print_config_prints_what_would_run(capsys):
     assert shown["checkpoint"]["save_last"] is True
 
 
+def test_a_preset_brings_its_stage(capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "-c", TINY, "--print_config"])
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["trainer"]["callbacks"][0]["class_path"].endswith("GranularitySampling")
+    assert printed["data"]["class_path"].endswith("DigitsData")
+
+
 def test_one_seed_for_the_whole_run():
     config = parse(TINY, ["--seed_everything=7"])
     assert (config.seeding.seed, config.data.init_args.seed) == (7, 7)
