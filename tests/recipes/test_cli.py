@@ -160,10 +160,13 @@ def test_one_seed_for_the_whole_run():
     assert (config.seeding.seed, config.data.init_args.seed) == (7, 7)
 
 
-def test_a_preset_is_laid_over_its_stage():
-    assert layers_of("a/b.tiny.yaml") == ["a/b.yaml", "a/b.tiny.yaml"]
+def test_a_preset_is_laid_over_its_stage(tmp_path, monkeypatch):
+    assert layers_of(TINY) == [BASE, TINY]
+    assert layers_of(BASE) == [BASE]
+    (tmp_path / "b.yaml").touch()
+    monkeypatch.chdir(tmp_path)
     assert layers_of("b.tiny.yaml") == ["b.yaml", "b.tiny.yaml"]
-    assert layers_of("a/b.yaml") == ["a/b.yaml"]
+    assert layers_of("a.config.yaml") == ["a.config.yaml"]  # a dot in a name is no preset
     paper, tiny = parse(BASE), parse(TINY)
     assert (paper.trainer.max_epochs, tiny.trainer.max_epochs) == (300, 32)
     assert paper.data.class_path.endswith("ImageNetData")
