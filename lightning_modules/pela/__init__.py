@@ -1,0 +1,19 @@
+"""PELA (arXiv 2310.10700): low-rank factors of a pre-trained Transformer, repaired before use."""
+
+from lightning_modules.pela.calibration import Calibration
+from lightning_modules.pela.energy import plan_energy
+from lightning_modules.pela.factorize import factorize, merge, plan_of, plan_uniform
+from lightning_modules.pela.features import Features
+from lightning_modules.pela.losses import feature_distillation, weight_perturbation
+
+__all__ = [
+    "Calibration",
+    "Features",
+    "factorize",
+    "feature_distillation",
+    "merge",
+    "plan_energy",
+    "plan_of",
+    "plan_uniform",
+    "weight_perturbation",
+]
