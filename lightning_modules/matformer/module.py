@@ -31,9 +31,8 @@ class MatViT(L.LightningModule):
         num_classes: outputs of the head.
         architecture: timm name of the model.
         model_args: further arguments of timm.create_model.
-        pretrained: start from the hub's weights.
-        init_from: start from the weights of a checkpoint, state_dict or safetensors file. Not
-            part of the checkpoint: it is where this run began, not what it is.
+        pretrained: start from the hub's weights. Like init_from not part of the checkpoint.
+        init_from: start from the weights of a checkpoint, state_dict or safetensors file.
         fractions: share of the hidden neurons (or heads) at each granularity; null for none.
         part: what is nested, "ffn" or "heads".
         joint: null trains the granularity that is set. "mean" or "sum" puts every batch through
@@ -86,8 +85,9 @@ class MatViT(L.LightningModule):
             raise ValueError("split_batch needs joint: 'mean' or 'sum'; there is nothing to split")
         if joint is not None and fractions is None:
             raise ValueError(f"joint: {joint} needs fractions; a plain model has one granularity")
-        self.save_hyperparameters(ignore=["init_from"])
-        self.init_from = init_from
+        # where a run began is not what it is: loading it again must not download or need old files
+        self.save_hyperparameters(ignore=["init_from", "pretrained"])
+        self.init_from, self.pretrained = init_from, pretrained
         self.model: nn.Module | None = None
         self.metrics: SubmodelMetrics | None = None
 
@@ -101,7 +101,7 @@ class MatViT(L.LightningModule):
         if self.model is not None:
             return
         h = self.settings
-        model = build_vision(h.architecture, h.num_classes, h.model_args or {}, h.pretrained)
+        model = build_vision(h.architecture, h.num_classes, h.model_args or {}, self.pretrained)
         if h.head_bias is not None:
             classifier = model.get_classifier()  # type: ignore[operator]
             nn.init.zeros_(classifier.weight)

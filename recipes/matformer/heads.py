@@ -68,8 +68,8 @@ def report(experiment: Experiment, results: Sequence[dict[str, Scores]]) -> None
         "between them too.",
         markdown_table(header, rows),
         "![accuracy against parameters and multiply-adds](accuracy.png)",
-        "The paper nests the heads of language models (MatLM-Attn, Appendix F.2); it has no vision "
-        "Transformer to put beside this one.",
+        "Appendix F.2 nests the heads of language models (MatLM-Attn), so no number of the paper "
+        "stands here.",
     ]
     metrics = {"provenance": experiment.provenance(len(results)), "seeds": results}
     write_report(experiment.out, text, metrics)
