@@ -1,0 +1,21 @@
+"""VeRA (arXiv 2310.11454): fine-tuning with two vectors a layer around shared random matrices."""
+
+from lightning_modules.vera.adapter import load_adapter, save_adapter
+from lightning_modules.vera.interop import from_peft, lora_factors, to_lora, to_peft
+from lightning_modules.vera.many import Adapters
+from lightning_modules.vera.vera import add_vera, merge, strip, trainable_names, unmerge
+
+__all__ = [
+    "Adapters",
+    "add_vera",
+    "from_peft",
+    "load_adapter",
+    "lora_factors",
+    "merge",
+    "save_adapter",
+    "strip",
+    "to_lora",
+    "to_peft",
+    "trainable_names",
+    "unmerge",
+]

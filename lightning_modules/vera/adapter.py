@@ -1,0 +1,329 @@
+"""A VeRA adapter on disk: two vectors for each layer and a seed, kilobytes.
+
+A folder holds `adapter.safetensors` and `manifest.json`. The tensors are `b`, all of the layers'
+b one after another, `d` (layers, r), and `head.<name>` for each tensor of the heads. A and B come
+back from the seed (Section 3.1); the manifest has their SHA-256, so a generator that has changed is
+noticed, and that of the base's parameters, so another base is.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from lightning_modules.vera.vera import (
+    Vera,
+    VeraLayer,
+    attach,
+    in_heads,
+    projections_of,
+    shape_of,
+    strip,
+    vectors_of,
+    vera_of,
+)
+
+FORMAT = 1
+MANIFEST, TENSORS = "manifest.json", "adapter.safetensors"
+
+
+def save_adapter(model: nn.Module, folder: str | Path, projections: bool = False) -> Path:
+    """Write the vectors and the heads of an adapted model to a folder.
+
+    Under FSDP2 every process has to call this; the first one writes.
+
+    Args:
+        model: a model that `add_vera` has changed, merged or not.
+        folder: is made when it is missing.
+        projections: write A and B too, so that loading does not rely on the generator. Matrices
+            that no seed gives (an adapter from elsewhere) are written in any case.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: if the model has no VeRA layer, or its projections are not shared and are to
+            be written.
+    """
+    record = vera_of(model)
+    folder = Path(folder)
+    vectors = {key: (_whole(b), _whole(d)) for key, (b, d) in vectors_of(model).items()}
+    tensors = {
+        "b": torch.cat([b for b, _ in vectors.values()]),
+        "d": torch.stack([d for _, d in vectors.values()]),
+    }
+    for name, tensor in model.state_dict().items():
+        if in_heads(name, record.heads):
+            tensors[f"head.{name}"] = _whole(tensor).clone()
+    pairs = projections_of(model)
+    projections = projections or any(pair.given is not None for pair in pairs)
+    if projections and not record.shared:
+        raise ValueError(
+            f"{len(pairs)} pairs of projections are not shared: only a shared pair can be written, "
+            "save with projections=False"
+        )
+    if projections:
+        a, b_matrix = pairs[0].on(torch.device("cpu"), torch.float32)
+        tensors |= {"A": a, "B": b_matrix}
+    settings = asdict(record)
+    del settings["layers"]
+    manifest = {
+        "format": FORMAT,
+        "method": "vera",
+        **settings,
+        "torch": torch.__version__,
+        "projections_sha256": _sha256_of_projections(model),
+        "base_sha256": base_sha256(model),
+        "layers": layer_shapes(model),
+    }
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({k: v.contiguous() for k, v in tensors.items()}, folder / TENSORS)
+        (folder / MANIFEST).write_text(json.dumps(manifest) + "\n")
+    return folder
+
+
+@torch.no_grad()
+def load_adapter(model: nn.Module, folder: str | Path, check_base: bool = True) -> nn.Module:
+    """Give a model the adapter that `save_adapter` wrote, in place.
+
+    Args:
+        model: the base, plain; or already adapted in the same way, then only the vectors and
+            heads are replaced.
+        folder: written by `save_adapter`.
+        check_base: compare the base's parameters with those that the adapter was trained on.
+            False for the same base in another type, or quantised.
+
+    Returns:
+        The same model, left as it was where something is wrong.
+
+    Raises:
+        FileNotFoundError: if a file is missing.
+        ValueError: if the adapter is of another base, other targets, rank, seed or matrices, the
+            files do not fit each other, or the model is merged.
+    """
+    manifest, tensors = read_adapter(folder)
+    record = record_from(manifest)
+    if any(isinstance(m, VeraLayer) and m.kept is not None for m in model.modules()):
+        raise ValueError(
+            f"an adapter is merged into the weights of this {type(model).__name__}: call "
+            "unmerge(model) before loading another"
+        )
+    fresh = not hasattr(model, "vera")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if fresh:
+        _check_layers(model, manifest, folder)
+        given = (tensors["A"], tensors["B"]) if "A" in tensors else None
+        attach(model, record, given)
+    try:
+        check_adapter(model, manifest, folder, check_base)
+        heads = head_tensors(model, record, tensors, folder)
+    except Exception:
+        if fresh:
+            strip(model)
+            for parameter in trained:
+                parameter.requires_grad_(True)
+        raise
+    saved = split_vectors(manifest, tensors)
+    for key, pair in vectors_of(model).items():
+        for vector, value in zip(pair, saved[key], strict=True):
+            vector.copy_(value)
+    for tensor, value in heads.values():
+        tensor.copy_(value)
+    return model
+
+
+def read_adapter(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The manifest and the tensors of an adapter, known to fit each other.
+
+    Raises:
+        FileNotFoundError: if a file is missing.
+        ValueError: if the manifest is of another format, incomplete, or does not fit the tensors.
+    """
+    folder = Path(folder)
+    for name in (MANIFEST, TENSORS):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(
+                f"no {name} in {folder}: expected a folder written by save_adapter"
+            )
+    file = folder / MANIFEST
+    try:
+        manifest = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not readable JSON ({error}): save the adapter again") from None
+    found = manifest.get("format") if isinstance(manifest, dict) else None
+    if found != FORMAT or manifest.get("method") != "vera":
+        raise ValueError(f"{file} has format {found!r}, expected VeRA's {FORMAT}: save it again")
+    expected = {*Vera.__dataclass_fields__, "torch", "projections_sha256", "base_sha256"}
+    if missing := expected - manifest.keys():
+        raise ValueError(f"{file} lacks {', '.join(sorted(missing))}: save the adapter again")
+    tensors = load_file(folder / TENSORS)
+    sizes = {
+        "b": (sum(block for block, _ in manifest["layers"].values()),),
+        "d": (len(manifest["layers"]), manifest["rank"]),
+    }
+    for name, size in sizes.items():
+        shape = tuple(tensors[name].shape) if name in tensors else None
+        if shape != size:
+            raise ValueError(
+                f"{name} in {folder / TENSORS} has shape {shape}, but its manifest says {size}: "
+                "the two files are not of one adapter, save it again"
+            )
+    return manifest, tensors
+
+
+def record_from(manifest: dict[str, Any]) -> Vera:
+    """The record that `add_vera` made of the saved model."""
+    layers: dict[str, tuple[str, ...]] = {}
+    for key in manifest["layers"]:
+        name, _, label = key.partition(":")
+        layers[name] = (*layers.get(name, ()), label)
+    values = {field: manifest[field] for field in Vera.__dataclass_fields__}
+    tuples = {"train": tuple(manifest["train"]), "heads": tuple(manifest["heads"])}
+    return Vera(**(values | tuples | {"layers": layers}))
+
+
+def split_vectors(
+    manifest: dict[str, Any], tensors: dict[str, Tensor]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """b (m,) and d (r,) of every layer, by "name" or "name:label"."""
+    b = tensors["b"].split([block for block, _ in manifest["layers"].values()])
+    return dict(zip(manifest["layers"], zip(b, tensors["d"], strict=True), strict=True))
+
+
+def check_adapter(
+    model: nn.Module, manifest: dict[str, Any], folder: str | Path, check_base: bool = True
+) -> None:
+    """See that an adapter belongs to an adapted model.
+
+    Raises:
+        ValueError: if one of rank, seed, init, sharing, layers, A and B, or base differs.
+    """
+    own = vera_of(model)
+    for field in ("rank", "seed", "init", "shared"):
+        if manifest[field] != getattr(own, field):
+            raise ValueError(
+                f"the adapter in {folder} has {field} {manifest[field]!r}, but the model has "
+                f"{getattr(own, field)!r}: strip(model) and load it again, or add VeRA alike"
+            )
+    shapes = layer_shapes(model)
+    if shapes != manifest["layers"]:
+        differing = sorted(
+            key
+            for key in shapes.keys() | manifest["layers"].keys()
+            if shapes.get(key) != manifest["layers"].get(key)
+        )
+        raise ValueError(
+            f"the adapter in {folder} has other targets than the model: {_some(differing)} differ; "
+            "add VeRA to the same layers, or load it into the plain base"
+        )
+    if _sha256_of_projections(model) != manifest["projections_sha256"]:
+        raise ValueError(
+            f"seed {own.seed} gives other matrices A and B in torch {torch.__version__} than those "
+            f"that the adapter in {folder} was trained with (torch {manifest['torch']}): load it "
+            "with that torch, and save it there with projections=True"
+        )
+    if check_base and base_sha256(model) != manifest["base_sha256"]:
+        raise ValueError(
+            f"the adapter in {folder} was trained on another base: the frozen parameters of this "
+            f"{type(model).__name__} have another SHA-256; load the base that it was trained on, "
+            "or give check_base=False if it is the same in another type"
+        )
+
+
+def layer_shapes(model: nn.Module) -> dict[str, list[int]]:
+    """[output features, input features] of every adapted layer, by "name" or "name:label"."""
+    modules = dict(model.named_modules())
+    return {
+        key: [len(b), shape_of(modules[key.partition(":")[0]])[1]]
+        for key, (b, _) in vectors_of(model).items()
+    }
+
+
+def base_sha256(model: nn.Module) -> str:
+    """SHA-256 over the parameters that are neither vectors nor in heads; merging does not count."""
+    record = vera_of(model)
+    kept: dict[str, Tensor] = {}
+    skipped = set()
+    for name, layer in model.named_modules():
+        if isinstance(layer, VeraLayer):
+            skipped |= {f"{name}.{vector}" for piece in layer.slices for vector in piece.names}
+            if layer.kept is not None:
+                kept[f"{name}.weight"] = layer.kept
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        if name not in skipped and not in_heads(name, record.heads):
+            tensor = _whole(kept.get(name, parameter))
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _sha256_of_projections(model: nn.Module) -> list[str]:
+    """SHA-256 of A and of B; over those of all layers where each has its own."""
+    hashes = [projections.sha256() for projections in projections_of(model)]
+    if len(hashes) == 1:
+        return hashes[0]
+    return [
+        hashlib.sha256("".join(column).encode()).hexdigest() for column in zip(*hashes, strict=True)
+    ]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU; put together from its shards where FSDP2 has sharded it."""
+    tensor = tensor.detach()
+    if isinstance(tensor, torch.distributed.tensor.DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.cpu()
+
+
+def _check_layers(model: nn.Module, manifest: dict[str, Any], folder: str | Path) -> None:
+    """See that a plain model has the layers of an adapter, in their shapes."""
+    modules = dict(model.named_modules())
+    for name, labels in record_from(manifest).layers.items():
+        layer = modules.get(name)
+        key = f"{name}:{labels[0]}" if labels[0] else name
+        if layer is None or not hasattr(layer, "weight"):
+            raise ValueError(
+                f"the adapter in {folder} is of another base: {type(model).__name__} has no layer "
+                f"{name}; load it into the model that it was trained on"
+            )
+        block, inputs = manifest["layers"][key]
+        numel = layer.weight.numel()
+        if layer.weight.is_floating_point() and (
+            shape_of(layer)[1] != inputs or numel % (block * inputs)
+        ):
+            raise ValueError(
+                f"the adapter in {folder} is of another base: {name} has {numel // inputs} × "
+                f"{shape_of(layer)[1]} weights, but the adapter's is for {block} × {inputs}; load "
+                "it into the model that it was trained on"
+            )
+
+
+def head_tensors(
+    model: nn.Module, record: Vera, tensors: dict[str, Tensor], folder: str | Path
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """(the model's tensor, the saved one) for each tensor of the heads, by name.
+
+    Raises:
+        ValueError: if one is missing or has another shape.
+    """
+    own = {n: t for n, t in model.state_dict().items() if in_heads(n, record.heads)}
+    saved = {n.removeprefix("head."): t for n, t in tensors.items() if n.startswith("head.")}
+    for name in sorted(own.keys() | saved.keys()):
+        shapes = [tuple(d[name].shape) if name in d else None for d in (saved, own)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"the head tensor {name} has shape {shapes[0]} in {folder} and {shapes[1]} in the "
+                "model: build the model with the adapter's number of classes"
+            )
+    return {name: (own[name], saved[name]) for name in own}
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (", …" if len(names) > 4 else "")

@@ -1,0 +1,171 @@
+"""Many adapters at once: the rows of one batch use different ones.
+
+A and B are the same for all adapters of one seed, so a batch still makes the two shared products
+and only scales by other vectors in each row (Equation 2 with b and d gathered by row):
+
+    h_i = W0 x_i + b_{a(i)} ⊙ (d_{a(i)} ⊙ x_i Aᵀ) Bᵀ
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lightning_modules.vera.adapter import (
+    check_adapter,
+    head_tensors,
+    load_adapter,
+    read_adapter,
+    record_from,
+    split_vectors,
+)
+from lightning_modules.vera.vera import in_heads, layers_of, vectors_of, vera_of
+
+
+class Adapters:
+    """Saved adapters of one base, by name, for use in one batch.
+
+        adapters = Adapters(model, {"sst2": "runs/sst2/adapter", "cola": "runs/cola/adapter"})
+        with adapters.rows(["sst2", "cola", "sst2"]):
+            logits = model(**batch).logits
+
+    Their vectors and heads lie beside the model's own, which are in force outside of `rows`.
+
+    Args:
+        model: the base, plain (it then takes the first adapter as its own), or adapted.
+        folders: written by `save_adapter`, by the name each adapter gets.
+        check_base: as for `load_adapter`.
+
+    Raises:
+        ValueError: if an adapter is of another base, seed, rank or other targets than the model.
+    """
+
+    def __init__(
+        self, model: nn.Module, folders: Mapping[str, str | Path], check_base: bool = True
+    ):
+        self.model, self.check_base = model, check_base
+        self._vectors: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
+        self._heads: dict[str, dict[str, Tensor]] = {}
+        self._base: str | None = None  # hashed once, not for every adapter
+        for name, folder in folders.items():
+            self.add(name, folder)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The adapters' names, in the order they were added."""
+        return tuple(self._vectors)
+
+    def add(self, name: str, folder: str | Path) -> None:
+        """Read one more adapter, or replace that of this name.
+
+        Raises:
+            ValueError: if it does not belong to the model.
+        """
+        manifest, tensors = read_adapter(folder)
+        if not hasattr(self.model, "vera"):
+            load_adapter(self.model, folder, self.check_base)
+        own = vera_of(self.model)
+        if record_from(manifest).heads != own.heads:
+            raise ValueError(
+                f"the adapter in {folder} has heads {manifest['heads']}, but the model has "
+                f"{list(own.heads)}: adapters of one batch need the same heads"
+            )
+        known = self._base == manifest["base_sha256"]
+        check_adapter(self.model, manifest, folder, self.check_base and not known)
+        self._base = manifest["base_sha256"]
+        vectors = vectors_of(self.model)
+        heads = head_tensors(self.model, own, tensors, folder)
+        self._vectors[name] = {
+            key: (b.to(vectors[key][0]), d.to(vectors[key][1]))
+            for key, (b, d) in split_vectors(manifest, tensors).items()
+        }
+        self._heads[name] = {n: saved.to(tensor) for n, (tensor, saved) in heads.items()}
+
+    @contextmanager
+    def rows(self, names: Sequence[str | None], copies: int = 1) -> Iterator[None]:
+        """Inside, row i of every batch uses the adapter names[i].
+
+        Heads run once for each adapter in the batch, on its rows.
+
+        Args:
+            names: one for each row; None for the base with the model's own heads.
+            copies: how many rows in succession stand for one of the batch: the number of beams
+                or of returned sequences when generating.
+
+        Raises:
+            ValueError: for an unknown name, or when a layer gets another number of rows.
+        """
+        for name in names:
+            if name is not None and name not in self._vectors:
+                raise ValueError(
+                    f"unknown adapter {name!r}: there are {', '.join(self.names) or 'none'}"
+                )
+        rows = [name for name in names for _ in range(copies)]
+        used = list(dict.fromkeys(rows))
+        index = torch.tensor([used.index(name) for name in rows])
+        layers, heads = layers_of(self.model), vera_of(self.model).heads
+        try:
+            for layer_name, layer in layers.items():
+                layer.rows = {}
+                for piece in layer.slices:
+                    key = f"{layer_name}:{piece.label}" if piece.label else layer_name
+                    b, d = layer.vectors(piece)
+                    base = torch.zeros_like(b), torch.zeros_like(d)
+                    pairs = [self._vectors[n][key] if n is not None else base for n in used]
+                    layer.rows[piece.label] = (
+                        torch.stack([b for b, _ in pairs])[index],
+                        torch.stack([d for _, d in pairs])[index],
+                    )
+            for head in heads:
+                module: Any = self.model.get_submodule(head)
+                module.forward = _HeadByRow(self, head, module, used, index)
+            yield
+        finally:
+            for layer in layers.values():
+                layer.rows = None
+            for head in heads:
+                self.model.get_submodule(head).__dict__.pop("forward", None)
+
+    def head(self, name: str, head: str) -> dict[str, Tensor]:
+        """The tensors of one adapter's head, by their names inside of it."""
+        prefix = f"{head}."
+        return {
+            n.removeprefix(prefix): t for n, t in self._heads[name].items() if in_heads(n, [head])
+        }
+
+
+class _HeadByRow:
+    """The forward of a head, with the weights of each row's adapter."""
+
+    def __init__(
+        self,
+        adapters: Adapters,
+        head: str,
+        module: nn.Module,
+        used: list[str | None],
+        index: Tensor,
+    ):
+        self.adapters, self.head, self.module = adapters, head, module
+        self.used, self.index = used, index
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if x.shape[0] != len(self.index):
+            raise ValueError(
+                f"adapters were named for {len(self.index)} rows, but the head {self.head} got an "
+                f"input of shape {tuple(x.shape)}: name one adapter for each row of the batch"
+            )
+        by_row = self.module.__dict__.pop("forward")
+        try:
+            order, outputs = [], []
+            for i, name in enumerate(self.used):
+                places = (self.index == i).nonzero().squeeze(1).to(x.device)
+                state = {} if name is None else self.adapters.head(name, self.head)
+                outputs.append(functional_call(self.module, state, (x[places], *args), kwargs))
+                order.append(places)
+        finally:
+            self.module.__dict__["forward"] = by_row
+        return torch.cat(outputs)[torch.cat(order).argsort()]
