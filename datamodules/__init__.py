@@ -4,8 +4,20 @@ import cpu_torchvision  # noqa: F401  (first: see its docstring)
 
 from datamodules.cub import CUBData
 from datamodules.digits import DigitsData
+from datamodules.e2e import E2EData
+from datamodules.glue import GLUEData
 from datamodules.image_folders import ImageFolderData
 from datamodules.imagenet import ImageNetData
+from datamodules.text import TextData
 from datamodules.torchvision_sets import TorchvisionData
 
-__all__ = ["CUBData", "DigitsData", "ImageFolderData", "ImageNetData", "TorchvisionData"]
+__all__ = [
+    "CUBData",
+    "DigitsData",
+    "E2EData",
+    "GLUEData",
+    "ImageFolderData",
+    "ImageNetData",
+    "TextData",
+    "TorchvisionData",
+]

@@ -1,0 +1,170 @@
+"""Tables of sentences: reading, labels, splits, batches."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from datamodules import TextData
+from datamodules.loading import SeededDataset
+from datamodules.text import (
+    Example,
+    draw,
+    load_tokenizer,
+    open_lines,
+    pad,
+    read_table,
+    train_tokenizer,
+)
+
+
+def write(folder: Path, name: str, text: str) -> str:
+    (folder / name).write_bytes(text.encode())
+    return str(folder / name)
+
+
+CSV = 'sentence,label\r\n"good, ""very"" good",yes\r\nbad,no\r\n"two\nlines",yes\r\n'
+
+
+def test_csv_tsv_and_jsonl_read_alike(tmp_path: Path) -> None:
+    rows = [('it\'s "fine"', "yes"), ("bad £ é", "no")]
+    tsv = "\ufeffsentence\tlabel\n" + "".join(f"{a}\t{b}\n" for a, b in rows)
+    jsonl = "".join(json.dumps({"sentence": a, "label": b}) + "\n" for a, b in rows)
+    data = 'sentence,label\n"it\'s ""fine""",yes\nbad £ é,no\n'
+    for name, text in {"a.tsv": tsv, "a.jsonl": jsonl, "a.csv": data}.items():
+        found = TextData(write(tmp_path, name, text), val=write(tmp_path, "v" + name, text))
+        assert found.class_names == ["no", "yes"]
+        assert found.examples("train") == [
+            Example(rows[0][0], None, 1),
+            Example(rows[1][0], None, 0),
+        ]
+
+
+def test_quoted_csv_with_line_breaks(tmp_path: Path) -> None:
+    rows = read_table(write(tmp_path, "a.csv", CSV), ["sentence", "label"])
+    assert [row["sentence"] for _, row in rows] == ['good, "very" good', "bad", "two\nlines"]
+    assert [line for line, _ in rows] == [2, 3, 5]
+
+
+def test_classes_are_numbered_in_order_of_numbers(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.csv", "sentence,label\na,10\nb,9\nc,2\n")
+    assert TextData(path).class_names == ["2", "9", "10"]
+
+
+def test_split_by_seed(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, "a.csv", "sentence,label\n" + "".join(f"s{i},{i % 2}\n" for i in range(50))
+    )
+    first, again, other = (TextData(path, val_fraction=0.2, seed=seed) for seed in (0, 0, 1))
+    train, val = first.examples("train"), first.examples("val")
+    assert (len(train), len(val)) == (40, 10)
+    assert not set(train) & set(val)
+    assert again.examples("val") == val == first.examples("test") == first.examples("predict")
+    assert other.examples("val") != val
+    assert len(TextData(path, limit=5).examples("train")) == 5
+
+
+def test_pair_regression_and_unlabelled_test(tmp_path: Path) -> None:
+    train = write(tmp_path, "a.tsv", "a\tb\ty\n" + "one two\tthree\t1.5\n" * 8)
+    test = write(tmp_path, "t.tsv", "a\tb\none\tfour\n")
+    data = TextData(train, test=test, text="a", pair="b", label="y", regress=True, batch_size=4)
+    assert (data.num_classes, data.class_names) == (1, [])
+    batch = next(iter(data.train_dataloader()))
+    assert batch["labels"].tolist() == [1.5] * 4
+    assert batch["labels"].dtype == torch.float32
+    batch = next(iter(data.predict_dataloader()))
+    assert batch["labels"].tolist() == [-100.0]
+    ids = batch["input_ids"][0].tolist()
+    assert (ids[0], ids[-1], ids.count(data.tokenizer.sep_token_id)) == (1, 2, 2)
+    assert SeededDataset(data.val_dataloader().dataset.dataset)[0, 0, False]["labels"] == -100
+
+
+def test_batches_are_padded_to_their_longest_and_cut(tmp_path: Path) -> None:
+    text = "sentence,label\nshort,0\n" + "a much longer sentence " * 20 + ",1\n"
+    data = TextData(
+        write(tmp_path, "a.csv", text),
+        val=write(tmp_path, "v.csv", text),
+        max_length=16,
+        batch_size=2,
+        vocab_size=300,
+    )
+    batch = next(iter(data.val_dataloader()))
+    assert batch["input_ids"].shape == (2, 16)
+    assert batch["attention_mask"].sum(1).tolist()[1] == 16
+    assert (batch["input_ids"][0][batch["attention_mask"][0] == 0] == data.pad_token_id).all()
+    assert batch["labels"].tolist() == [0, 1]
+
+
+def test_pad_left() -> None:
+    samples = [{"input_ids": [5], "labels": 0}, {"input_ids": torch.tensor([6, 7]), "labels": 1}]
+    batch = pad(samples, {"input_ids": 9}, left=True)
+    assert batch["input_ids"].tolist() == [[9, 5], [6, 7]]
+    assert batch["labels"].tolist() == [0, 1]
+
+
+def test_trained_tokenizer_is_reproducible_lossless_and_saved(tmp_path: Path) -> None:
+    texts = ["The Eagle is a pub.", "The Mill is a pub near Café Rouge.", "£20"] * 3
+    first, second = train_tokenizer(texts, 300), train_tokenizer(texts, 300)
+    assert first.get_vocab() == second.get_vocab()
+    for text in [*texts, "unseen ¿ 漢字 text"]:
+        assert first.decode(first(text)["input_ids"], skip_special_tokens=True) == text
+    first.save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded("The Mill", "£20") == first("The Mill", "£20")
+    assert (loaded.pad_token_id, loaded.eos_token_id) == (0, 2)
+
+
+def test_draw() -> None:
+    assert draw([1, 2, 3], None, 0) == draw([1, 2, 3], 9, 0) == [1, 2, 3]
+    assert draw(list(range(99)), 9, 0) == sorted(draw(list(range(99)), 9, 0))
+
+
+def test_a_label_that_only_the_test_part_has(tmp_path: Path) -> None:
+    train = write(tmp_path, "a.csv", "sentence,label\na,x\nb,y\n")
+    test = write(tmp_path, "t.csv", "sentence,label\na,x\nb,z\n")
+    with pytest.raises(
+        ValueError, match=r"t\.csv, line 3: the label is 'z', expected one of 'x', "
+    ):
+        TextData(train, test=test).examples("test")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "sentence,label\na,b\nc\n", "a.csv, line 3: the row has 1 columns, expected 2"),
+        ("a.tsv", "sentence\tlabel\na\tb\tc\n", "a.tsv, line 2: the row has 3 columns, expected 2"),
+        ("a.csv", "text,label\na,b\n", "no column 'sentence', the columns are 'text', 'label'"),
+        ("a.jsonl", '{"sentence": "a", "label": 1}\n{\n', "a.jsonl, line 2: this is no JSON"),
+        ("a.jsonl", "[1]\n", "a.jsonl, line 1: this is a list, expected an object"),
+        ("a.jsonl", '{"sentence": "a"}\n', "a.jsonl, line 1: there is no column 'label'"),
+        ("a.txt", "a\n", "a.txt ends in .txt, expected .csv, .tsv or .jsonl"),
+        ("a.csv", "", "a.csv is empty"),
+        ("b.csv", "\x00", None),
+    ],
+)
+def test_bad_files(tmp_path: Path, name: str, text: str, message: str | None) -> None:
+    if message is None:
+        (tmp_path / name).write_bytes(b"\xff\xfe\x00")
+        message = "b.csv is not UTF-8"
+        with pytest.raises(ValueError, match=message):
+            open_lines(tmp_path / name)
+        return
+    with pytest.raises(ValueError, match=message):
+        TextData(write(tmp_path, name, text)).examples("train")
+
+
+def test_bad_values(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.csv", "sentence,label\na,one\n")
+    with pytest.raises(ValueError, match="line 2: the score is 'one', expected a number"):
+        TextData(path, regress=True).examples("train")
+    with pytest.raises(FileNotFoundError, match="gone.csv is not there"):
+        TextData(str(tmp_path / "gone.csv")).examples("train")
+    with pytest.raises(ValueError, match="val_fraction is 1.0"):
+        TextData(path, val_fraction=1.0)
+    with pytest.raises(ValueError, match="limit is 0"):
+        TextData(path, limit=0)
+    with pytest.raises(ValueError, match="vocab_size is 9, expected 259"):
+        train_tokenizer(["a"], 9)
+    with pytest.raises(OSError, match="The tokenizer '.*none' cannot be loaded"):
+        load_tokenizer(str(tmp_path / "none"))
