@@ -8,6 +8,7 @@ import cpu_torchvision  # noqa: F401  (first: see its docstring)
 
 import csv
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,9 @@ FSDP2 = {
     },
 }
 EPOCHS, BATCHES = 2, 5  # 1,298 images by 256
+# torch 2.13's gloo segfaults now and then while sharded tensors are gathered (1 of about 10 runs of
+# the FSDP2 test on a busy machine), which is not what is tested here
+TRANSPORT_CRASHES = 2
 RESUMED_AT = 6  # steps: inside the second epoch
 
 
@@ -106,12 +110,16 @@ def arguments(folder, *overrides, batch, noise=False, witness):
 
 def in_two_processes(folder, strategy, *overrides, noise=False):
     """Run a stage on two CPU processes; returns what each of them wrote down."""
-    folder.mkdir()
     two = ["--trainer.devices=2", f"--trainer.strategy={strategy}"]
     args = arguments(folder, *two, *overrides, batch=128, noise=noise, witness="__main__")
-    done = subprocess.run(
-        [sys.executable, __file__, *args], capture_output=True, text=True, timeout=120
-    )
+    for _ in range(TRANSPORT_CRASHES + 1):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        done = subprocess.run(
+            [sys.executable, __file__, *args], capture_output=True, text=True, timeout=240
+        )
+        if done.returncode >= 0 and "gloo/transport" not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr[-4000:]
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
