@@ -35,7 +35,7 @@ class RecipeCLI(LightningCLI):
     the order of the data and the noise of the steps follow it.
     """
 
-    def __init__(self, args: ArgsType = None, run: bool = True):
+    def __init__(self, args: ArgsType = None):
         super().__init__(
             L.LightningModule,
             L.LightningDataModule,
@@ -48,7 +48,6 @@ class RecipeCLI(LightningCLI):
             save_config_kwargs={"overwrite": True},
             parser_kwargs={"prog": "python -m recipes", "description": SUMMARY},
             args=args,
-            run=run,
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

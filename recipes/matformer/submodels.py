@@ -1,5 +1,6 @@
 """Submodels of trained models: how to take them, score them side by side, and plot them."""
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -78,8 +79,6 @@ def submodel(
 
 def headless(model: nn.Module) -> nn.Module:
     """The model on the meta device, without its classifier."""
-    import copy
-
     shadow = copy.deepcopy(model).to("meta")
     shadow.reset_classifier(0)  # type: ignore[operator]
     return shadow
