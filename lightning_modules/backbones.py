@@ -1,10 +1,12 @@
 """Backbones by name, and their sharding over devices."""
 
 import difflib
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import timm
 import torch
+import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -33,6 +35,61 @@ def build_vision(
     return timm.create_model(
         architecture, pretrained=pretrained, num_classes=num_classes, **model_args
     )
+
+
+TEXT_TASKS = {
+    "classification": transformers.AutoModelForSequenceClassification,
+    "causal": transformers.AutoModelForCausalLM,
+    "masked": transformers.AutoModelForMaskedLM,
+}
+
+
+def build_text(
+    architecture: str,
+    task: Literal["classification", "causal", "masked"],
+    model_args: dict[str, Any],
+    pretrained: bool = False,
+    quantize: Literal["nf4", "int8"] | None = None,
+) -> nn.Module:
+    """A transformers model.
+
+    Args:
+        architecture: a hub name, a folder with config.json, or a model type such as "gpt2".
+        task: which head it has.
+        model_args: values of its configuration (num_labels, n_layer, …).
+        pretrained: with the weights of that name or folder, in float32; random otherwise.
+        quantize: hold pre-trained weights in 4 or 8 bits (bitsandbytes, CUDA).
+
+    Raises:
+        OSError: if there is no such name or folder.
+        ValueError: if a model type, which has no weights, is to be pre-trained, or weights that
+            are not pre-trained quantised.
+    """
+    kind = TEXT_TASKS[task]
+    if not pretrained:
+        if quantize:
+            raise ValueError(f"quantize: {quantize} needs pretrained: true; random weights are not")
+        if architecture in transformers.CONFIG_MAPPING:
+            config = transformers.AutoConfig.for_model(architecture, **model_args)
+        else:
+            config = transformers.AutoConfig.from_pretrained(architecture, **model_args)
+        return kind.from_config(config, dtype=torch.float32)
+    if architecture in transformers.CONFIG_MAPPING and not Path(architecture).is_dir():
+        raise ValueError(
+            f"{architecture!r} is a model type and has no weights: give a hub name or a folder as "
+            "architecture, or pretrained: false"
+        )
+    loading: dict[str, Any] = {"dtype": torch.float32}
+    if quantize:
+        bits = transformers.BitsAndBytesConfig(
+            load_in_4bit=quantize == "nf4",
+            load_in_8bit=quantize == "int8",
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+        loading = {"quantization_config": bits, "dtype": torch.bfloat16}
+    return kind.from_pretrained(architecture, **loading, **model_args)
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:

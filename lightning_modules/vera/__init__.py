@@ -3,10 +3,14 @@
 from lightning_modules.vera.adapter import load_adapter, save_adapter
 from lightning_modules.vera.interop import from_peft, lora_factors, to_lora, to_peft
 from lightning_modules.vera.many import Adapters
+from lightning_modules.vera.module import ImageTuning, LanguageTuning, TextTuning
 from lightning_modules.vera.vera import add_vera, merge, strip, trainable_names, unmerge
 
 __all__ = [
     "Adapters",
+    "ImageTuning",
+    "LanguageTuning",
+    "TextTuning",
     "add_vera",
     "from_peft",
     "load_adapter",

@@ -1,0 +1,163 @@
+"""The usual ways to fine-tune a pre-trained Transformer, which the papers compare theirs with.
+
+`tune` makes the parameters trainable that a method trains, adding what it adds, in place. Names of
+the model's own parameters do not change, except where peft puts LoRA around a layer.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+from torch import Tensor, nn
+
+Tuning = Literal[
+    "full",
+    "head",
+    "bitfit",
+    "lora",
+    "lora_fa",
+    "adapter_h",
+    "adapter_l",
+    "adapter_p",
+    "adapter_d",
+]
+
+# the last linear layer of attention and of the feed-forward part, as model families name them
+ATTENTION_OUT = ("attention.output.dense", "attn.c_proj", "attn.proj", "self_attn.o_proj")
+FEED_FORWARD_OUT = ("output.dense", "mlp.c_proj", "mlp.fc2", "mlp.down_proj")
+
+
+def tune(
+    model: nn.Module,
+    method: Tuning,
+    heads: Sequence[str] = (),
+    rank: int = 8,
+    targets: Sequence[str] = (),
+    alpha: float | None = None,
+) -> nn.Module:
+    """Leave trainable what a method trains, and freeze the rest, in place.
+
+    Args:
+        model: a timm or transformers model.
+        method: "full", everything. "head", the heads alone. "bitfit", all biases (Ben Zaken et
+            al., 2021). "lora", through peft (Hu et al., 2021); "lora_fa", the same with A frozen
+            (Zhang et al., 2023). "adapter_h", bottlenecks after attention and feed-forward,
+            before the residual sum, and the layers' norms (Houlsby et al., 2019); "adapter_l",
+            one after the feed-forward part behind a norm of its own (Lin et al., 2020);
+            "adapter_p", the same without the norm (Pfeiffer et al., 2021); "adapter_d",
+            "adapter_h" without the lower half of the layers (AdapterDrop, Rücklé et al., 2020).
+        heads: names of modules that always train.
+        rank: LoRA's r, or the width of the bottlenecks.
+        targets: LoRA's layers, by the ends of their names.
+        alpha: LoRA's scale is alpha / rank; rank when None.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: for an unknown method, a rank below 1, a head that is not there, or when there
+            is nothing that the method could train.
+    """
+    if method not in get_args(Tuning):
+        raise ValueError(
+            f"unknown method {method!r}: expected one of {', '.join(get_args(Tuning))}"
+        )
+    if rank < 1:
+        raise ValueError(f"rank {rank} is not a whole number of at least 1: give 8, say")
+    modules = dict(model.named_modules())
+    for head in heads:
+        if head not in modules:
+            known = ", ".join(name for name, _ in model.named_children())
+            raise ValueError(
+                f"head {head!r} is no module of {type(model).__name__}: expected a dotted name "
+                f"that begins with one of {known}"
+            )
+    model.requires_grad_(method == "full")
+    if method == "bitfit":
+        biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+        if not biases:
+            raise ValueError(f"{type(model).__name__} has no biases for bitfit to train")
+        for bias in biases:
+            bias.requires_grad_(True)
+    elif method.startswith("lora"):
+        _add_lora(model, method, rank, targets, rank if alpha is None else alpha)
+    elif method.startswith("adapter"):
+        _add_adapters(model, method, rank)
+    for head in heads:
+        model.get_submodule(head).requires_grad_(True)
+    return model
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that train, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _add_lora(
+    model: nn.Module, method: str, rank: int, targets: Sequence[str], alpha: float
+) -> None:
+    import peft  # here, because not every machine has it
+
+    config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets))  # type: ignore
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft sets it for Conv1D
+        peft.inject_adapter_in_model(config, model)
+    if method == "lora_fa":
+        for name, parameter in model.named_parameters():
+            if ".lora_A." in name:
+                parameter.requires_grad_(False)
+
+
+class Bottleneck(nn.Module):
+    """x + U σ(D x), which is x at the start: an adapter.
+
+    Args:
+        width: features of x.
+        rank: features between.
+        norm: a LayerNorm before D (Lin et al., 2020).
+    """
+
+    def __init__(self, width: int, rank: int, norm: bool = False):
+        super().__init__()
+        self.norm = nn.LayerNorm(width) if norm else nn.Identity()
+        self.down = nn.Linear(width, rank)
+        self.act = nn.GELU()
+        self.up = nn.Linear(rank, width)
+        nn.init.zeros_(self.up.weight)
+        nn.init.zeros_(self.up.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, width) to the same."""
+        return x + self.up(self.act(self.down(self.norm(x))))
+
+
+def _add_adapters(model: nn.Module, method: str, rank: int) -> None:
+    attention = [n for n, _ in model.named_modules() if n.endswith(ATTENTION_OUT)]
+    feed_forward = [
+        n for n, _ in model.named_modules() if n.endswith(FEED_FORWARD_OUT) and n not in attention
+    ]
+    if not attention or not feed_forward:
+        raise ValueError(
+            f"{type(model).__name__} has no place for adapters: expected layers that end in "
+            f"{', '.join(ATTENTION_OUT)} and {', '.join(FEED_FORWARD_OUT)}"
+        )
+    if method == "adapter_d":
+        attention = attention[len(attention) // 2 :]
+        feed_forward = feed_forward[len(feed_forward) // 2 :]
+    places = feed_forward
+    if method in ("adapter_h", "adapter_d"):
+        places = attention + feed_forward
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.requires_grad_(True)
+    for name in places:
+        layer: nn.Module = model.get_submodule(name)
+        weight = layer.weight
+        width = getattr(layer, "out_features", None) or layer.nf
+        adapter = Bottleneck(width, rank, norm=method == "adapter_l")  # type: ignore[arg-type]
+        layer.add_module("adapter", adapter.to(weight.device))  # type: ignore[arg-type]
+        layer.register_forward_hook(_adapt)
+
+
+def _adapt(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return layer.adapter(output)  # type: ignore[operator]
