@@ -3,21 +3,27 @@
 import cpu_torchvision  # noqa: F401  (first: see its docstring)
 
 from datamodules.cub import CUBData
+from datamodules.detection import DetectionData
 from datamodules.digits import DigitsData
 from datamodules.e2e import E2EData
 from datamodules.glue import GLUEData
 from datamodules.image_folders import ImageFolderData
 from datamodules.imagenet import ImageNetData
+from datamodules.instructions import InstructionData
+from datamodules.segmentation import SegmentationData
 from datamodules.text import TextData
 from datamodules.torchvision_sets import TorchvisionData
 
 __all__ = [
     "CUBData",
+    "DetectionData",
     "DigitsData",
     "E2EData",
     "GLUEData",
     "ImageFolderData",
     "ImageNetData",
+    "InstructionData",
+    "SegmentationData",
     "TextData",
     "TorchvisionData",
 ]

@@ -9,26 +9,12 @@ import csv
 import random
 import re
 import tempfile
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-import torch
-from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader, Dataset
-
-from datamodules.loading import IGNORED, build_loader
-from datamodules.text import (
-    column_error,
-    data_folder,
-    draw,
-    filling,
-    load_tokenizer,
-    open_lines,
-    pad,
-    train_tokenizer,
-)
+from datamodules.prompted import PromptedData, encode, group
+from datamodules.text import column_error, data_folder, draw, open_lines
 
 Format = Literal["official", "lora"]
 _FILES = {
@@ -44,149 +30,51 @@ class Row(NamedTuple):
     ref: str | None
 
 
-class TeacherForcedSet(Dataset):
-    """Map-style dataset of MR + begin + " " + text + end; `labels` are -100 before the text."""
-
-    def __init__(self, rows: Sequence[Row], tokenizer: Any, max_length: int) -> None:
-        self.rows, self.tokenizer, self.max_length = rows, tokenizer, max_length
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        mr, ref = self.rows[index]
-        prompt = encode_prompt(mr, self.tokenizer)
-        text = " " + " ".join((ref or "").split())  # references keep their double spaces, not these
-        target = [*encode(text, self.tokenizer), self.tokenizer.eos_token_id]
-        ids = [*prompt, *target][: self.max_length]
-        if len(ids) <= len(prompt):
-            raise ValueError(
-                f"The meaning representation {mr!r} has {len(prompt)} tokens and leaves none of "
-                f"max_length={self.max_length} to the text: set --data.max_length higher."
-            )
-        labels = [IGNORED] * len(prompt) + ids[len(prompt) :]
-        # a tensor: `loading` marks a sample that only fills up by arithmetic on its labels
-        return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": torch.tensor(labels)}
-
-
-class PromptSet(Dataset):
-    """Map-style dataset of MR + begin, to be continued; `labels` is the place of the MR."""
-
-    def __init__(self, mrs: Sequence[str], tokenizer: Any) -> None:
-        self.mrs, self.tokenizer = mrs, tokenizer
-
-    def __len__(self) -> int:
-        return len(self.mrs)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        ids = encode_prompt(self.mrs[index], self.tokenizer)
-        return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": index}
-
-
-class E2EData(LightningDataModule):
+class E2EData(PromptedData):
     """Batches for a causal language model, and the references to score what it writes.
 
-    Training and validation: `input_ids`, `attention_mask`, `labels` (B, L), padded on the right.
-    Test and prediction: every different MR once, `input_ids` and `attention_mask` (B, L) padded on
-    the left, as generation needs it, and `labels` (B,) the place of the MR in
-    `meaning_representations("test")` and `references("test")`; -100 marks a sample that only fills
-    up the last round of several ranks. `prompt_dataloader` gives the same for another part.
+    A prompt is MR + begin, with the end-of-text token for a tokenizer that has no begin token; the
+    text is " " + ref + end. See `PromptedData` for the batches.
 
     Args:
-        tokenizer: transformers' name of one, or a folder with its files; its end-of-text token
-            begins the text if it has no begin token. None: one with `vocab_size` entries is
-            trained on the training part.
         root: folder with the files; $RECIPES_DATA/e2e_nlg when None.
         source: "folder" reads `root`; "generated" writes a small set in the official format with
             `write_e2e` and reads that.
         format: "official" csv files, or "lora": lines `slot : value | …||text` of train.txt,
             valid.txt and test.txt, in `root` or in its folder lora_format.
-        vocab_size: see `tokenizer`.
-        max_length: a sequence's tokens beyond this many are cut off.
-        batch_size: sequences per device and training step.
-        eval_batch_size: sequences per device and evaluation step; `batch_size` when None.
-        num_workers: processes that tokenise; 0 does so in the training process.
-        seed: of order and selection.
-        limit: keep at most this many training rows, drawn by `seed`.
-        eval_limit: keep at most this many MRs of validation and test, with all their references.
+        max_length: see `TokenizedData`.
+        batch_size: likewise.
+        **kwargs: likewise; but `eval_limit` counts MRs, which keep all their references.
     """
 
     def __init__(
         self,
-        tokenizer: str | None = None,
         root: str | None = None,
         source: Literal["folder", "generated"] = "folder",
         format: Format = "official",
-        vocab_size: int = 2000,
         max_length: int = 512,
         batch_size: int = 8,
-        eval_batch_size: int | None = None,
-        num_workers: int = 0,
-        seed: int = 0,
-        limit: int | None = None,
-        eval_limit: int | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(max_length=max_length, batch_size=batch_size, **kwargs)
         if source not in ("folder", "generated"):
             raise ValueError(f"source is {source!r}, expected folder or generated.")
         if format not in get_args(Format):
             raise ValueError(f"format is {format!r}, expected official or lora.")
         if source == "generated" and format != "official":
             raise ValueError(f"format is {format!r}, expected official: so the generator writes.")
-        for name, value in {"limit": limit, "eval_limit": eval_limit}.items():
-            if value is not None and value < 1:
-                raise ValueError(
-                    f"{name} is {value}, expected 1 or more: leave it out to keep everything."
-                )
-        self.tokenizer_name, self.trained_size, self.max_length = tokenizer, vocab_size, max_length
         self.root, self.source, self.format = root, source, format
-        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size
-        self.num_workers, self.seed = num_workers, seed
-        self.limit, self.eval_limit = limit, eval_limit
-        self._rows: dict[str, list[Row]] = {}
-        self._tokenizer: Any = None
-
-    # What there is. All of these work before the trainer calls `setup`.
 
     def rows(self, part: str) -> list[Row]:
         """The rows of "train", "val" or "test", in order, within the limits."""
-        if part not in self._rows:
-            rows = self._load(_FILES[self.format][part])
-            if part == "train":
-                rows = draw(rows, self.limit, self.seed)
-            elif self.eval_limit is not None:
-                kept = set(draw(list(group(rows)), self.eval_limit, self.seed))
-                rows = [row for row in rows if row.mr in kept]
-            self._rows[part] = rows
-        return self._rows[part]
+        return self.examples(part)
 
     def meaning_representations(self, part: str) -> list[str]:
         """The different MRs of a part, in order of first appearance."""
-        return list(group(self.rows(part)))
+        return self.prompts(part)
 
-    def references(self, part: str) -> list[list[str]]:
-        """The references of each of `meaning_representations(part)`, as the file writes them."""
-        return list(group(self.rows(part)).values())
-
-    @property
-    def tokenizer(self) -> Any:
-        if self._tokenizer is None:
-            if self.tokenizer_name:
-                self._tokenizer = load_tokenizer(self.tokenizer_name)
-            else:
-                texts = (text for row in self.rows("train") for text in row if text)
-                self._tokenizer = train_tokenizer(texts, self.trained_size)
-        return self._tokenizer
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self.tokenizer)
-
-    @property
-    def pad_token_id(self) -> int:
-        return self.tokenizer.pad_token_id
-
-    def _load(self, name: str) -> list[Row]:
+    def load(self, part: str) -> list[Row]:
+        name = _FILES[self.format][part]
         if self.source == "generated":
             with tempfile.TemporaryDirectory() as scratch:
                 return read_e2e(write_e2e(scratch, seed=self.seed) / name)
@@ -196,66 +84,20 @@ class E2EData(LightningDataModule):
             return read_lora(nested / name if nested.is_dir() else folder / name)
         return read_e2e(folder / name)
 
-    # Loaders.
+    def select(self, part: str, examples: list[Row]) -> list[Row]:
+        if part == "train" or self.eval_limit is None:
+            return super().select(part, examples)
+        kept = set(draw(list(group(examples)), self.eval_limit, self.seed))
+        return [row for row in examples if row.mr in kept]
 
-    def train_dataloader(self) -> DataLoader:
-        return self._teacher_forced("train", self.batch_size)
+    def encode_prompts(self, prompts: Sequence[str]) -> list[list[int]]:
+        begin = self.tokenizer.bos_token_id
+        begin = self.end_token_id if begin is None else begin
+        return [[*ids, begin] for ids in encode(prompts, self.tokenizer)]
 
-    def val_dataloader(self) -> DataLoader:
-        return self._teacher_forced("val", self.eval_batch_size)
-
-    def test_dataloader(self) -> DataLoader:
-        return self.prompt_dataloader("test")
-
-    def predict_dataloader(self) -> DataLoader:
-        return self.prompt_dataloader("test")
-
-    def prompt_dataloader(self, part: str) -> DataLoader:
-        prompts = PromptSet(self.meaning_representations(part), self.tokenizer)
-        return self._loader(prompts, part, self.eval_batch_size, training=False)
-
-    def _teacher_forced(self, part: str, batch_size: int) -> DataLoader:
-        sequences = TeacherForcedSet(self.rows(part), self.tokenizer, self.max_length)
-        return self._loader(sequences, part, batch_size, training=part == "train")
-
-    def _loader(
-        self, dataset: PromptSet | TeacherForcedSet, part: str, batch_size: int, training: bool
-    ) -> DataLoader:
-        if len(dataset) == 0:
-            raise ValueError(f"The {part} part has 0 rows, expected 1 or more: add some.")
-        left = isinstance(dataset, PromptSet)
-        return build_loader(
-            dataset,
-            batch_size,
-            training=training,
-            seed=self.seed,
-            num_workers=self.num_workers,
-            collate_fn=partial(pad, fill=filling(self.tokenizer), left=left),
-            trainer=self.trainer,
-        )
-
-
-# Tokens.
-
-
-def encode(text: str, tokenizer: Any) -> list[int]:
-    """The tokens of `text`, without special ones."""
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def encode_prompt(mr: str, tokenizer: Any) -> list[int]:
-    """MR + begin token, which is the end-of-text token if the tokenizer has none of its own.
-
-    Raises:
-        ValueError: the tokenizer has no end-of-text token.
-    """
-    if tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"The tokenizer {tokenizer.name_or_path!r} has no end-of-text token, expected one as "
-            "causal language models have it: choose another with --data.tokenizer."
-        )
-    begin = tokenizer.bos_token_id
-    return [*encode(mr, tokenizer), tokenizer.eos_token_id if begin is None else begin]
+    def encode_texts(self, texts: Sequence[str | None]) -> list[list[int]]:
+        # references keep their double spaces, what is trained on does not
+        return super().encode_texts([" " + " ".join((text or "").split()) for text in texts])
 
 
 # Reading.
@@ -302,16 +144,6 @@ def read_lora(path: str | Path) -> list[Row]:
             )
         rows.append(Row(parts[0].strip(), parts[1].strip()))
     return rows
-
-
-def group(rows: Iterable[Row]) -> dict[str, list[str]]:
-    """The texts of each different MR, both in order of first appearance."""
-    groups: dict[str, list[str]] = {}
-    for mr, ref in rows:
-        texts = groups.setdefault(mr, [])
-        if ref is not None:
-            texts.append(ref)
-    return groups
 
 
 def slots(mr: str) -> dict[str, str]:

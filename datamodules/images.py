@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.seed import isolate_rng
 from PIL import Image
 from timm.data import Mixup, create_transform
 from timm.data.mixup import mixup_target
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from torchvision import transforms as T
 
-from datamodules.loading import build_loader
+from datamodules.loading import PartsData
 
 Item = tuple[Any, int]  # (what `read` makes an image of, label)
 Augmentation = Literal["timm", "light", "none"]
@@ -81,7 +80,7 @@ class ImageSet(Dataset):
         self._kept = self._kept or [self.fixed(self.read(source)) for source, _ in self.items]
 
 
-class ImageData(LightningDataModule):
+class ImageData(PartsData):
     """Images in, batches `(x (B, 3, H, W), label (B,))` out; x is normalised by `mean` and `std`.
 
     Labels of samples that only fill up the last evaluation round of several ranks are -100. A
@@ -148,16 +147,14 @@ class ImageData(LightningDataModule):
         classes: list[int] | None = None,
         val_fraction: float = 0.0,
     ) -> None:
-        super().__init__()
+        super().__init__(batch_size, eval_batch_size, num_workers, seed, repeats)
         if augmentation not in get_args(Augmentation):
             raise ValueError(f"augmentation is {augmentation!r}, expected timm, light or none.")
         if not 0 <= val_fraction <= 1:
             raise ValueError(f"val_fraction is {val_fraction}, expected a share between 0 and 1.")
         self.root, self.folder_name = root, name
         self.image_size, self.interpolation, self.crop_pct = image_size, interpolation, crop_pct
-        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size
-        self.num_workers, self.seed, self.repeats, self.cache = num_workers, seed, repeats, cache
-        self.augmentation, self.auto_augment = augmentation, auto_augment
+        self.augmentation, self.auto_augment, self.cache = augmentation, auto_augment, cache
         self.random_erasing, self.color_jitter = random_erasing, color_jitter
         self.scale, self.hflip, self.mean, self.std = scale, hflip, mean, std
         self.mixup, self.cutmix, self.mixup_prob = mixup, cutmix, mixup_prob
@@ -271,23 +268,11 @@ class ImageData(LightningDataModule):
     def _to_tensor(self) -> list[Callable]:
         return [T.ToTensor(), T.Normalize(self.mean, self.std)]
 
-    # Loaders.
+    # Batches.
 
-    def train_dataloader(self) -> DataLoader:
-        return self._loader("train", self.batch_size)
-
-    def val_dataloader(self) -> DataLoader:
-        return self._loader("val", self.eval_batch_size)
-
-    def test_dataloader(self) -> DataLoader:
-        return self._loader("test", self.eval_batch_size)
-
-    def predict_dataloader(self) -> DataLoader:
-        return self.test_dataloader()
-
-    def _loader(self, part: str, batch_size: int) -> DataLoader:
+    def samples(self, part: str) -> ImageSet:
         self.setup()
-        images = self._sets[part]
+        images = self._sets["test" if part == "predict" else part]
         if not images.items:
             raise ValueError(
                 f"The {part} part of {self.folder_name or self.root or type(self).__name__} has no "
@@ -295,15 +280,7 @@ class ImageData(LightningDataModule):
             )
         if self.cache:
             images.keep()  # before workers start, so that they share the memory
-        return build_loader(
-            images,
-            batch_size,
-            training=part == "train",
-            seed=self.seed,
-            repeats=self.repeats if part == "train" else 1,
-            num_workers=self.num_workers,
-            trainer=self.trainer,
-        )
+        return images
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Makes soft targets while training, if asked for; mixing is seeded for itself.

@@ -1,13 +1,14 @@
 """Order and augmentation that depend on (seed, epoch) alone, and resuming inside an epoch.
 
-Three small parts, for images and text alike:
+Four small parts, for images and text alike:
 
 * `SeededSampler` decides what is drawn, and gives each draw a random seed of its own;
 * `SeededDataset` makes a draw under that seed, so that the number of workers, the number of ranks
   and everything that happened before in the process leave a sample as it is;
-* `ResumableLoader` remembers in Lightning's checkpoint how far into the epoch a run has come.
+* `ResumableLoader` remembers in Lightning's checkpoint how far into the epoch a run has come;
+* `PartsData` is the DataModule that has such a loader for each part of its data.
 
-`build_loader` puts them together.
+`build_loader` puts the first three together.
 """
 
 import random
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -229,3 +230,58 @@ def build_loader(
         # or else each pass would take a number from the global generator
         generator=torch.Generator().manual_seed(seed),
     )
+
+
+class PartsData(LightningDataModule):
+    """Data in the parts "train", "val", "test" and "predict", with a loader for each.
+
+    A subclass says in `samples` what a part holds.
+
+    Args:
+        batch_size: samples per device and training step.
+        eval_batch_size: samples per device and evaluation step; `batch_size` when None.
+        num_workers: processes that make samples; 0 does so in the training process.
+        seed: of order and augmentation.
+        repeats: of training, see `SeededSampler`.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        eval_batch_size: int | None = None,
+        num_workers: int = 0,
+        seed: int = 0,
+        repeats: int = 1,
+    ) -> None:
+        super().__init__()
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size
+        self.num_workers, self.seed, self.repeats = num_workers, seed, repeats
+
+    def samples(self, part: str) -> Dataset:
+        """The samples of a part. Its method `collate`, if it has one, makes batches of them."""
+        raise NotImplementedError
+
+    def train_dataloader(self) -> DataLoader:
+        return self.loader(self.samples("train"), training=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return self.loader(self.samples("val"))
+
+    def test_dataloader(self) -> DataLoader:
+        return self.loader(self.samples("test"))
+
+    def predict_dataloader(self) -> DataLoader:
+        return self.loader(self.samples("predict"))
+
+    def loader(self, dataset: Dataset, training: bool = False) -> DataLoader:
+        """The loader of this rank with this DataModule's settings, see `build_loader`."""
+        return build_loader(
+            dataset,
+            self.batch_size if training else self.eval_batch_size,
+            training=training,
+            seed=self.seed,
+            repeats=self.repeats if training else 1,
+            num_workers=self.num_workers,
+            collate_fn=getattr(dataset, "collate", None),
+            trainer=self.trainer,
+        )

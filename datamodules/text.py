@@ -1,24 +1,23 @@
-"""Sentences, one or two to an example, with a label: their base, and tables of your own.
+"""The base of the text DataModules; labelled sentences, and tables of your own.
 
-`SentenceData` tokenises, pads and loads, whatever the source; glue.py builds on it too. `TextData`
-reads csv, tsv and jsonl files whose columns have names.
+`TokenizedData` is what all of them share: parts, limits and a tokenizer. `SentenceData` is for one
+or two sentences with a label, whatever the source; glue.py builds on it. `TextData` reads csv, tsv
+and jsonl files whose columns have names. prompted.py is for texts that a language model writes.
 """
 
 import csv
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from datamodules.loading import IGNORED, build_loader
+from datamodules.loading import IGNORED, PartsData
 
 
 class Example(NamedTuple):
@@ -47,26 +46,24 @@ class SentenceSet(Dataset):
         label = IGNORED if label is None else label
         return {**sample, "labels": float(label) if self.regression else int(label)}
 
+    def collate(self, samples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        return pad(samples, filling(self.tokenizer))
 
-class SentenceData(LightningDataModule):
-    """Labelled sentences in, padded batches out: the dict that transformers' models take.
 
-    Keys: `input_ids` and `attention_mask` (B, L) with L the longest of the batch, `token_type_ids`
-    if the tokenizer makes them, and `labels` (B,): int64 classes, or float32 scores. A label that
-    is not there (an unlabelled part, or a sample that only fills up the last evaluation round of
-    several ranks) is -100.
+class TokenizedData(PartsData):
+    """Text in parts, and its tokenizer: the base of the text DataModules.
 
-    A subclass says in `load` what a part holds. A part is read when it is first asked for, so that
-    a missing one matters only to those who use it.
+    A subclass says in `load` what a part holds, and in `samples` what a model is given. A part
+    is read when it is first asked for, so that a missing one matters only to those who use it.
 
     Args:
         tokenizer: transformers' name of one, or a folder with its files. None: one with
             `vocab_size` entries is trained on the training part.
         vocab_size: see `tokenizer`.
-        max_length: an example's tokens beyond this many are cut off, the longer sentence first.
+        max_length: an example's tokens beyond this many are cut off.
         batch_size: examples per device and training step.
         eval_batch_size: examples per device and evaluation step; `batch_size` when None.
-        num_workers: processes that tokenise; 0 does so in the training process.
+        num_workers: processes that make samples; 0 does so in the training process.
         seed: of order, splits and selection.
         limit: keep at most this many training examples, drawn by `seed`.
         eval_limit: likewise for validation and test.
@@ -84,42 +81,41 @@ class SentenceData(LightningDataModule):
         limit: int | None = None,
         eval_limit: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(batch_size, eval_batch_size, num_workers, seed)
         for name, value in {"limit": limit, "eval_limit": eval_limit}.items():
             if value is not None and value < 1:
                 raise ValueError(
                     f"{name} is {value}, expected 1 or more: leave it out to keep all examples."
                 )
         self.tokenizer_name, self.trained_size, self.max_length = tokenizer, vocab_size, max_length
-        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size
-        self.num_workers, self.seed = num_workers, seed
         self.limit, self.eval_limit = limit, eval_limit
-        self._parts: dict[str, list[Example]] = {}
+        self._parts: dict[str, list] = {}
         self._tokenizer: Any = None
 
     # What a subclass writes.
 
-    def load(self, part: str) -> list[Example]:
-        """All examples of "train", "val", "test" or "predict"."""
+    def load(self, part: str) -> list:
+        """All examples of "train", "val", "test" or "predict": tuples that hold their texts."""
         raise NotImplementedError
 
-    @property
-    def num_classes(self) -> int:
-        """Number of classes; 1 for regression."""
-        raise NotImplementedError
-
-    @property
-    def regression(self) -> bool:
-        return self.num_classes == 1
+    def select(self, part: str, examples: list) -> list:
+        """Not more of the examples than `limit` or `eval_limit`."""
+        limits = {"train": self.limit, "val": self.eval_limit, "test": self.eval_limit}
+        return draw(examples, limits.get(part), self.seed)
 
     # What there is. All of these work before the trainer calls `setup`.
 
-    def examples(self, part: str) -> list[Example]:
-        """The examples of a part, in order; not more than `limit` or `eval_limit`."""
+    def examples(self, part: str) -> list:
+        """The examples of a part, in order, within the limits.
+
+        Raises:
+            ValueError: there is none.
+        """
         if part not in self._parts:
-            found = self.load(part)
-            limits = {"train": self.limit, "val": self.eval_limit, "test": self.eval_limit}
-            self._parts[part] = draw(found, limits.get(part), self.seed)
+            found = self.select(part, self.load(part))
+            if not found:
+                raise ValueError(f"The {part} part has 0 examples, expected 1 or more: add some.")
+            self._parts[part] = found
         return self._parts[part]
 
     @property
@@ -128,7 +124,8 @@ class SentenceData(LightningDataModule):
             if self.tokenizer_name:
                 self._tokenizer = load_tokenizer(self.tokenizer_name)
             else:
-                texts = (text for example in self.examples("train") for text in example[:2] if text)
+                columns = (column for example in self.examples("train") for column in example)
+                texts = (column for column in columns if isinstance(column, str))
                 self._tokenizer = train_tokenizer(texts, self.trained_size)
         return self._tokenizer
 
@@ -140,33 +137,30 @@ class SentenceData(LightningDataModule):
     def pad_token_id(self) -> int:
         return self.tokenizer.pad_token_id
 
-    # Loaders.
 
-    def train_dataloader(self) -> DataLoader:
-        return self._loader("train", self.batch_size)
+class SentenceData(TokenizedData):
+    """Labelled sentences in, padded batches out: the dict that transformers' models take.
 
-    def val_dataloader(self) -> DataLoader:
-        return self._loader("val", self.eval_batch_size)
+    Keys: `input_ids` and `attention_mask` (B, L) with L the longest of the batch, `token_type_ids`
+    if the tokenizer makes them, and `labels` (B,): int64 classes, or float32 scores. A label that
+    is not there (an unlabelled part, or a sample that only fills up the last evaluation round of
+    several ranks) is -100. Of a pair that is too long, the longer sentence is cut off first.
 
-    def test_dataloader(self) -> DataLoader:
-        return self._loader("test", self.eval_batch_size)
+    A subclass says in `load` which `Example`s a part holds. Arguments: see `TokenizedData`.
+    """
 
-    def predict_dataloader(self) -> DataLoader:
-        return self._loader("predict", self.eval_batch_size)
+    @property
+    def num_classes(self) -> int:
+        """Number of classes; 1 for regression."""
+        raise NotImplementedError
 
-    def _loader(self, part: str, batch_size: int) -> DataLoader:
+    @property
+    def regression(self) -> bool:
+        return self.num_classes == 1
+
+    def samples(self, part: str) -> SentenceSet:
         examples = self.examples(part)
-        if not examples:
-            raise ValueError(f"The {part} part has 0 examples, expected 1 or more: add some.")
-        return build_loader(
-            SentenceSet(examples, self.tokenizer, self.max_length, self.regression),
-            batch_size,
-            training=part == "train",
-            seed=self.seed,
-            num_workers=self.num_workers,
-            collate_fn=partial(pad, fill=filling(self.tokenizer)),
-            trainer=self.trainer,
-        )
+        return SentenceSet(examples, self.tokenizer, self.max_length, self.regression)
 
 
 class TextData(SentenceData):
@@ -186,7 +180,7 @@ class TextData(SentenceData):
         label: column of the label.
         regress: labels are numbers to predict, not classes.
         val_fraction: see `val`.
-        **kwargs: see `SentenceData`.
+        **kwargs: see `TokenizedData`.
     """
 
     def __init__(
@@ -230,17 +224,9 @@ class TextData(SentenceData):
         if self.files[part] is not None:
             examples = self._read(part)
             if part == "train" and self.files["val"] is None:
-                examples = self._split(examples)[0]
+                examples = hold_out(examples, self.val_fraction, self.seed)[0]
             return examples
-        return self._split(self._read("train"))[1]
-
-    def _split(self, examples: list[Example]) -> tuple[list[Example], list[Example]]:
-        count = max(1, round(len(examples) * self.val_fraction))
-        chosen = set(np.random.default_rng(self.seed).permutation(len(examples))[:count].tolist())
-        return (
-            [example for place, example in enumerate(examples) if place not in chosen],
-            [example for place, example in enumerate(examples) if place in chosen],
-        )
+        return hold_out(self._read("train"), self.val_fraction, self.seed)[1]
 
     def _rows(self, part: str, labelled: bool) -> list[tuple[int, dict[str, str]]]:
         columns = [self.text, self.pair, self.label if labelled else None]
@@ -412,6 +398,16 @@ def draw(items: list, count: int | None, seed: int) -> list:
         return items
     chosen = np.random.default_rng(seed).permutation(len(items))[:count]
     return [items[place] for place in sorted(chosen.tolist())]
+
+
+def hold_out(items: list, fraction: float, seed: int) -> tuple[list, list]:
+    """The items without a share that `seed` draws, and the share, one item or more of it."""
+    count = max(1, round(len(items) * fraction))
+    chosen = set(np.random.default_rng(seed).permutation(len(items))[:count].tolist())
+    return (
+        [item for place, item in enumerate(items) if place not in chosen],
+        [item for place, item in enumerate(items) if place in chosen],
+    )
 
 
 def data_folder(root: str | None, default: str) -> Path:

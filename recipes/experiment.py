@@ -37,13 +37,23 @@ class StageResult:
 
     Attributes:
         checkpoint: its last.ckpt.
-        metrics: the last value of everything it logged.
+        history: the values of everything it logged, in order.
         seconds: of training, over all sittings.
     """
 
     checkpoint: Path
-    metrics: dict[str, float]
+    history: dict[str, list[float]]
     seconds: float
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last value of everything it logged."""
+        return {name: values[-1] for name, values in self.history.items()}
+
+    @property
+    def folder(self) -> Path:
+        """Where its checkpoints, its logs and what it exported are."""
+        return self.checkpoint.parent.parent
 
 
 @dataclass
@@ -95,7 +105,7 @@ class Experiment:
             record = {"fingerprint": fingerprint, "finished": False, "seconds": 0.0}
         if record["finished"] and last.is_file():
             console.print(f"[dim]{title}: finished before, skipped")
-            return StageResult(last, read_metrics(folder), record["seconds"])
+            return StageResult(last, read_history(folder), record["seconds"])
         folder.mkdir(parents=True, exist_ok=True)
         record_file.write_text(json.dumps(record))
         # what a stage computes from the user's arguments (a quarter of max_epochs) overrides them
@@ -118,7 +128,7 @@ class Experiment:
         record["seconds"] += time.monotonic() - start
         record["finished"] = True
         record_file.write_text(json.dumps(record))
-        return StageResult(last, read_metrics(folder), record["seconds"])
+        return StageResult(last, read_history(folder), record["seconds"])
 
     def sibling(self, name: str) -> "Experiment":
         """Another experiment of the same command line: its finished stages are used again."""
@@ -231,14 +241,16 @@ def folder_name(name: str) -> str:
     return name.replace(".", "-")
 
 
-def read_metrics(folder: Path) -> dict[str, float]:
-    """The last value of every column of a stage's metrics.csv, one for each sitting."""
-    metrics: dict[str, float] = {}
+def read_history(folder: Path) -> dict[str, list[float]]:
+    """Every column of a stage's metrics.csv, of which each sitting has one, without gaps."""
+    history: dict[str, list[float]] = {}
     for file in sorted(folder.glob("log*/metrics.csv"), key=lambda file: int(file.parent.name[3:])):
         with file.open(newline="") as rows:
             for row in csv.DictReader(rows):
-                metrics.update({key: float(value) for key, value in row.items() if value})
-    return metrics
+                for name, value in row.items():
+                    if value:
+                        history.setdefault(name, []).append(float(value))
+    return history
 
 
 def _as_argument(value: Any) -> str:

@@ -23,6 +23,15 @@ def mean_sd(values: Sequence[float], scale: float = 1.0, digits: int = 1) -> str
     return f"{mean:.{digits}f} ± {statistics.stdev(values) * scale:.{digits}f}"
 
 
+def median_range(values: Sequence[float], scale: float = 1.0, digits: int = 1) -> str:
+    """ "71.3 (70.9–71.8)": the median over seeds and what they span; one seed's value alone."""
+    median = f"{statistics.median(values) * scale:.{digits}f}"
+    if len(values) == 1:
+        return median
+    low, high = (f"{chosen(values) * scale:.{digits}f}" for chosen in (min, max))
+    return f"{median} ({low}–{high})"
+
+
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table; all columns but the first are aligned to the right."""
     rule = ["---"] + ["---:"] * (len(header) - 1)

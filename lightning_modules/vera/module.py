@@ -157,6 +157,16 @@ class FineTuning(L.LightningModule):
         if self.device_mesh is not None:
             shard(self.model, self.device_mesh["data_parallel"])
 
+    def on_train_start(self) -> None:
+        """Write down how many parameters train: `tuned`, and `heads` besides."""
+        assert self.model is not None
+        sizes = {"tuned": 0, "heads": 0}
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                sizes["heads" if in_heads(name, self.heads) else "tuned"] += parameter.numel()
+        if self.logger is not None:  # not self.log, whose float32 would round them
+            self.logger.log_metrics(sizes, self.global_step)
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The loss of a batch."""
         loss = loss_of(*self.outputs(batch), self.settings.label_smoothing)

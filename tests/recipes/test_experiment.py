@@ -7,7 +7,7 @@ import pytest
 
 from recipes import experiment as module
 from recipes.cli import console
-from recipes.experiment import Experiment, from_command_line, read_metrics
+from recipes.experiment import Experiment, from_command_line, read_history
 
 
 class Trainings:
@@ -111,12 +111,12 @@ def test_several_devices_train_in_a_process_of_their_own(experiment, trainings, 
     assert commands[0][1:4] == ["-m", "recipes", "fit"]
 
 
-def test_metrics_are_the_last_of_each_column_over_all_sittings(tmp_path):
+def test_a_history_goes_through_all_sittings(tmp_path):
     for sitting, text in enumerate(["a,b\n1,\n,2\n", "a,c\n3,\n,4\n"]):
         folder = tmp_path / f"log{sitting}"
         folder.mkdir()
         (folder / "metrics.csv").write_text(text)
-    assert read_metrics(tmp_path) == {"a": 3.0, "b": 2.0, "c": 4.0}
+    assert read_history(tmp_path) == {"a": [1.0, 3.0], "b": [2.0], "c": [4.0]}
 
 
 def test_command_line(experiment, capsys, monkeypatch):

@@ -1,0 +1,313 @@
+"""Object detection: COCO 2017, and sets of that form.
+
+    coco/annotations/instances_{train,val}2017.json
+    coco/{train,val}2017/*.jpg
+
+Category numbers have gaps (COCO's 80 reach up to 90): classes are their order. Masks are not read,
+so neither polygons nor run lengths matter. A crowd, one box around many, is no target of training;
+in evaluation COCO's rules leave out what is found in it.
+"""
+
+import json
+import random
+import tempfile
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from PIL import Image, ImageDraw
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+
+from datamodules.images import read_image
+from datamodules.loading import PartsData
+from datamodules.segmentation import IMAGENET_MEAN, IMAGENET_STD, SHAPES, Square, draw_shape
+from datamodules.text import data_folder
+
+NAME = "coco"
+
+
+class Annotated(NamedTuple):
+    """An image's file and what is in it.
+
+    Attributes:
+        file: of the image.
+        boxes: (n, 4), corners (x1, y1, x2, y2) in pixels.
+        labels: (n,), classes.
+        crowd: (n,), 1 for a crowd.
+        area: (n,), of the objects, not of their boxes.
+    """
+
+    file: Path
+    boxes: Tensor
+    labels: Tensor
+    crowd: Tensor
+    area: Tensor
+
+
+class DetectionSet(Dataset):
+    """Map-style dataset of `(image (3, S, S), target, place)`; see `DetectionData`."""
+
+    def __init__(self, images: list[Annotated], transform: v2.Compose, size: int):
+        self.images, self.transform, self.size = images, transform, size
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Any], int]:
+        file, boxes, labels, crowd, area = self.images[index]
+        image = read_image(file)
+        single = crowd == 0
+        moved = tv_tensors.BoundingBoxes(
+            boxes[single], format="XYXY", canvas_size=(image.height, image.width)
+        )
+        side = float(max(image.size))
+        tensor, moved = self.transform(tv_tensors.Image(v2.functional.pil_to_tensor(image)), moved)
+        corners = moved.as_subclass(Tensor) / self.size
+        centres = (corners[:, :2] + corners[:, 2:]) / 2
+        target = {
+            "boxes": torch.cat([centres, corners[:, 2:] - corners[:, :2]], dim=1),
+            "class_labels": labels[single],
+            "side": torch.tensor(side),
+            "truth": {"boxes": boxes, "labels": labels, "iscrowd": crowd, "area": area},
+        }
+        return tensor.as_subclass(Tensor), target, index
+
+    @staticmethod
+    def collate(samples: list) -> tuple[Tensor, list[dict[str, Any]], Tensor]:
+        """Images and places stacked; targets, whose sizes differ, in a list."""
+        images, targets, places = zip(*samples, strict=True)
+        return default_collate(images), list(targets), default_collate(places)
+
+
+class DetectionData(PartsData):
+    """Batches `(images (B, 3, S, S), targets, places (B,))`.
+
+    A target has "class_labels" (n,) and "boxes" (n, 4), (centre x, centre y, width, height) as
+    shares of S, as DETR's losses take them; "side", how many pixels of the original image S is;
+    and "truth", the original "boxes" (corners in pixels), "labels", "iscrowd" and "area", as
+    torchmetrics' MeanAveragePrecision takes them. A place is the image's; -100 marks a sample that
+    only fills up the last evaluation round of several ranks.
+
+    The longer side is resized to S, and the square filled up, in training and in evaluation;
+    training images are flipped with probability ½. Images without a box (crowds aside) are left
+    out of training and stay in validation. Validation serves as test: the labels of the test
+    images are not public.
+
+    Args:
+        root: the folder of COCO; `coco` in $RECIPES_DATA when None.
+        source: "folder" reads `root`; "generated" writes a small set of the same form with
+            `write_coco` and reads that.
+        image_size: S in pixels.
+        batch_size: images per device and training step.
+        mean: of the pixel values (0 to 1), per channel.
+        std: likewise.
+        generate: arguments of `write_coco`.
+        **kwargs: see `PartsData`.
+    """
+
+    def __init__(
+        self,
+        root: str | None = None,
+        source: Literal["folder", "generated"] = "folder",
+        image_size: int = 800,
+        batch_size: int = 2,
+        mean: tuple[float, float, float] = IMAGENET_MEAN,
+        std: tuple[float, float, float] = IMAGENET_STD,
+        generate: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(batch_size=batch_size, **kwargs)
+        if source not in ("folder", "generated"):
+            raise ValueError(f"source is {source!r}, expected folder or generated.")
+        self.root, self.source, self.generate = root, source, generate
+        self.image_size, self.mean, self.std = image_size, mean, std
+        self._scratch: tempfile.TemporaryDirectory | None = None
+        self._parts: dict[str, tuple[list[str], list[Annotated]]] = {}
+
+    @property
+    def folder(self) -> Path:
+        """Where the data lie; generated ones are written when this is first asked for."""
+        if self.source == "folder":
+            return data_folder(self.root, NAME)
+        if self._scratch is None:
+            self._scratch = tempfile.TemporaryDirectory()  # goes when this object does
+            write_coco(self._scratch.name, seed=self.seed, **(self.generate or {}))
+        return Path(self._scratch.name)
+
+    @property
+    def class_names(self) -> list[str]:
+        return self._part("val")[0]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.class_names)
+
+    def _part(self, part: str) -> tuple[list[str], list[Annotated]]:
+        if part not in self._parts:
+            self._parts[part] = read_coco(self.folder, f"{part}2017")
+        return self._parts[part]
+
+    def samples(self, part: str) -> DetectionSet:
+        training = part == "train"
+        names, images = self._part("train" if training else "val")
+        if names != self.class_names:
+            raise ValueError(
+                f"The categories of training and validation differ ({len(names)} and "
+                f"{self.num_classes}): give files of one version of the data."
+            )
+        if training:
+            images = [image for image in images if (image.crowd == 0).any()]
+        if not images:
+            raise ValueError(f"The {part} part has no image with a box: add some.")
+        transform = v2.Compose(
+            [
+                Square(self.image_size, {tv_tensors.Image: [round(255 * x) for x in self.mean]}),
+                v2.RandomHorizontalFlip(0.5 if training else 0.0),
+                v2.ToDtype(torch.float32, scale=True),
+                v2.Normalize(self.mean, self.std),
+            ]
+        )
+        return DetectionSet(images, transform, self.image_size)
+
+
+# Reading.
+
+
+def read_coco(folder: Path, part: str) -> tuple[list[str], list[Annotated]]:
+    """The class names and the images of a part, in the order of their numbers.
+
+    Boxes are cut to the image; those of less than a pixel are left out, as in mmdetection.
+
+    Args:
+        folder: of COCO.
+        part: such as "val2017".
+
+    Raises:
+        FileNotFoundError: the annotations or an image are missing.
+        ValueError: the file is not of COCO's form.
+    """
+    path = folder / "annotations" / f"instances_{part}.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is missing, expected COCO's annotations: set --data.root to the folder above "
+            "annotations/."
+        )
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or {"images", "annotations", "categories"} - content.keys():
+        raise ValueError(
+            f"{path} lacks images, annotations or categories: expected a file instances_*.json."
+        )
+    categories = sorted(content["categories"], key=lambda category: category["id"])
+    classes = {category["id"]: place for place, category in enumerate(categories)}
+    found: dict[int, list[dict]] = {image["id"]: [] for image in content["images"]}
+    for annotation in content["annotations"]:
+        image, category = annotation["image_id"], annotation["category_id"]
+        if image not in found or category not in classes:
+            what = f"image {image}" if image not in found else f"category {category}"
+            raise ValueError(
+                f"{path}: annotation {annotation['id']} is of {what}, which the file does not "
+                "list: repair or remove it."
+            )
+        found[image].append(annotation)
+    images = []
+    for image in sorted(content["images"], key=lambda image: image["id"]):
+        file = folder / part / image["file_name"]
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} is missing, but {path} names it: add the image.")
+        rows = []
+        for annotation in found[image["id"]]:
+            x, y, width, height = annotation["bbox"]
+            x1, y1 = max(x, 0.0), max(y, 0.0)
+            x2, y2 = min(x + width, image["width"]), min(y + height, image["height"])
+            if x2 - x1 >= 1 and y2 - y1 >= 1:
+                rows.append((x1, y1, x2, y2, annotation))
+        images.append(
+            Annotated(
+                file,
+                torch.tensor([row[:4] for row in rows], dtype=torch.float32).reshape(-1, 4),
+                torch.tensor([classes[row[4]["category_id"]] for row in rows], dtype=torch.int64),
+                torch.tensor([row[4].get("iscrowd", 0) for row in rows], dtype=torch.int64),
+                torch.tensor([row[4]["area"] for row in rows], dtype=torch.float32),
+            )
+        )
+    return [category["name"] for category in categories], images
+
+
+# A small set of the same form.
+
+NUMBERS = (1, 3, 90)  # of the categories, with gaps
+
+
+def write_coco(
+    folder: str | Path, train: int = 48, val: int = 16, size: int = 64, seed: int = 0
+) -> Path:
+    """Writes images of coloured shapes before a striped wall, annotated in COCO's form.
+
+    Down to its oddities: category numbers with gaps, an image without a box in each part, and a
+    crowd with a run-length mask in every eighth image.
+
+    Args:
+        folder: made if it is not there.
+        train: number of training images.
+        val: number of validation images.
+        size: of the shorter side, in pixels.
+        seed: of what is drawn.
+
+    Returns:
+        The folder.
+    """
+    rng, folder = random.Random(seed), Path(folder)
+    (folder / "annotations").mkdir(parents=True, exist_ok=True)
+    categories = [
+        {"id": number, "name": name, "supercategory": "shape"}
+        for number, name in zip(NUMBERS, SHAPES, strict=True)
+    ]
+    for part, count in (("train2017", train), ("val2017", val)):
+        (folder / part).mkdir(exist_ok=True)
+        images: list[dict[str, Any]] = []
+        annotations: list[dict[str, Any]] = []
+        for number in range(1, count + 1):
+            width, height = rng.choice([(size, size), (size * 4 // 3, size), (size, size * 4 // 3)])
+            image = Image.new("RGB", (width, height), tuple(rng.randrange(90) for _ in range(3)))
+            draw = ImageDraw.Draw(image)
+            for _ in range(0 if number == count else rng.randint(1, 3)):
+                kind, side = rng.randrange(len(SHAPES)), rng.randint(size // 4, size // 2)
+                x, y = rng.randint(0, width - side - 1), rng.randint(0, height - side - 1)
+                colour = tuple(rng.randint(120, 255) for _ in range(3))
+                draw_shape(draw, SHAPES[kind], (x, y, x + side, y + side), colour)
+                corners = [x, y, x + side, y, x + side, y + side, x, y + side]
+                annotations.append(
+                    {
+                        "category_id": NUMBERS[kind],
+                        "bbox": [float(x), float(y), float(side), float(side)],
+                        "area": float(side * side),
+                        "iscrowd": 0,
+                        "segmentation": [corners],
+                        "image_id": number,
+                    }
+                )
+            if number % 8 == 0 and number != count:
+                # runs of pixels outside and inside, column by column: the left half
+                runs = [0, width // 2 * height, (width - width // 2) * height]
+                annotations.append(
+                    {
+                        "category_id": NUMBERS[0],
+                        "bbox": [0.0, 0.0, float(width // 2), float(height)],
+                        "area": float(width // 2 * height),
+                        "iscrowd": 1,
+                        "segmentation": {"counts": runs, "size": [height, width]},
+                        "image_id": number,
+                    }
+                )
+            name = f"{number:012d}.jpg"
+            image.save(folder / part / name, quality=95)
+            images.append({"id": number, "file_name": name, "width": width, "height": height})
+        for place, annotation in enumerate(annotations, start=1):
+            annotation["id"] = place
+        content = {"images": images, "annotations": annotations, "categories": categories}
+        path = folder / "annotations" / f"instances_{part}.json"
+        path.write_text(json.dumps(content), encoding="utf-8")
+    return folder

@@ -1,0 +1,194 @@
+"""Instructions and responses in the form of Alpaca (Taori et al. 2023), for a language model.
+
+The official file is one JSON list of objects with the keys instruction, input (may be empty) and
+output; a jsonl file has one such object on each line. Alpaca has no validation part, so a share of
+the examples is held out.
+"""
+
+import json
+import random
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from datamodules.prompted import PromptedData, encode
+from datamodules.text import data_folder, hold_out, open_lines
+
+# The words that models of this kind were trained with, Alpaca's own and the many after it.
+TEMPLATE = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes "
+    "the request.\n\n### Instruction:\n{instruction}\n\n### Response:"
+)
+TEMPLATE_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
+)
+_KEYS = ("instruction", "input", "output")
+
+
+class Instruction(NamedTuple):
+    """An instruction in its template, and the response to it."""
+
+    prompt: str
+    response: str
+
+
+class InstructionData(PromptedData):
+    """Instructions for a causal language model, and the responses to compare its own with.
+
+    A prompt is begin (if the tokenizer has such a token) + template; the text is the output + end.
+    Prompt and output are encoded each by itself, so that training and generation see the same
+    prompt. See `PromptedData` for the batches; the test part is the validation part again.
+
+    Args:
+        root: folder of the file; $RECIPES_DATA/alpaca_2k when None.
+        file: its name, .json or .jsonl.
+        source: "folder" reads the file; "generated" writes a small one in the same form with
+            `write_instructions` and reads that.
+        val_fraction: share of the examples held out for validation, drawn by `seed`; 0 trains on
+            all of them and has no validation part.
+        max_length: see `TokenizedData`.
+        batch_size: likewise.
+        **kwargs: likewise.
+    """
+
+    def __init__(
+        self,
+        root: str | None = None,
+        file: str = "alpaca_2k.json",
+        source: Literal["folder", "generated"] = "folder",
+        val_fraction: float = 0.05,
+        max_length: int = 512,
+        batch_size: int = 4,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(max_length=max_length, batch_size=batch_size, **kwargs)
+        if source not in ("folder", "generated"):
+            raise ValueError(f"source is {source!r}, expected folder or generated.")
+        if not 0 <= val_fraction < 1:
+            raise ValueError(
+                f"val_fraction is {val_fraction}, expected a share from 0 to below 1: leave it at "
+                "0.05, or set 0 to train on everything."
+            )
+        self.root, self.file, self.source = root, file, source
+        self.val_fraction = val_fraction
+
+    def load(self, part: str) -> list[Instruction]:
+        if self.source == "generated":
+            with tempfile.TemporaryDirectory() as scratch:
+                found = read_instructions(write_instructions(scratch, seed=self.seed))
+        else:
+            found = read_instructions(data_folder(self.root, "alpaca_2k") / self.file)
+        if self.val_fraction == 0:
+            return found if part == "train" else []
+        train, val = hold_out(found, self.val_fraction, self.seed)
+        return train if part == "train" else val
+
+    def encode_prompts(self, prompts: Sequence[str]) -> list[list[int]]:
+        begin = self.tokenizer.bos_token_id
+        begins = [] if begin is None else [begin]
+        return [[*begins, *ids] for ids in encode(prompts, self.tokenizer)]
+
+
+def fill_template(instruction: str, input: str = "") -> str:
+    """Alpaca's prompt for an instruction, with or without an input."""
+    template = TEMPLATE_WITH_INPUT if input else TEMPLATE
+    return template.format(instruction=instruction, input=input)
+
+
+def read_instructions(path: str | Path) -> list[Instruction]:
+    """The examples of a .json or .jsonl file in Alpaca's form, each in its template.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: this is no JSON, no list of objects, or an entry lacks a key or has something
+            else than text there (file and number of the entry or line, from 1).
+    """
+    suffix, lines = Path(path).suffix.lower(), open_lines(path)
+    if suffix not in (".json", ".jsonl"):
+        raise ValueError(
+            f"{path} ends in {suffix or 'nothing'}, expected .json or .jsonl: rename the file."
+        )
+    if suffix == ".jsonl":
+        numbered = [(f"{path}, line {n}", line) for n, line in enumerate(lines, start=1)]
+        places = {place: _parse(line, place) for place, line in numbered if line.strip()}
+    else:
+        entries = _parse("\n".join(lines), str(path))
+        if not isinstance(entries, list):
+            raise ValueError(
+                f"{path} holds a {type(entries).__name__}, expected a list of objects with the "
+                f"keys {', '.join(_KEYS)}: give a file in Alpaca's form."
+            )
+        places = {f"{path}, entry {n}": entry for n, entry in enumerate(entries, start=1)}
+    return [_instruction(entry, place) for place, entry in places.items()]
+
+
+def _parse(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place}: this is no JSON ({error}): repair the file.") from error
+
+
+def _instruction(entry: Any, place: str) -> Instruction:
+    if not isinstance(entry, dict):
+        raise ValueError(
+            f"{place}: this is a {type(entry).__name__}, expected an object with the keys "
+            f"{', '.join(_KEYS)}: repair the entry."
+        )
+    for key in _KEYS:
+        if key not in entry:
+            raise ValueError(
+                f"{place}: there is no key {key!r} among {', '.join(map(repr, entry)) or 'none'}, "
+                f"expected {', '.join(_KEYS)}: add it (the input may be an empty text)."
+            )
+        if not isinstance(entry[key], str):
+            raise ValueError(
+                f"{place}: {key} is {entry[key]!r}, expected a text: put it in quotation marks."
+            )
+    return Instruction(fill_template(entry["instruction"], entry["input"]), entry["output"])
+
+
+# A small file of the same form.
+
+_NOUNS = ["lamp", "river", "apple", "window", "garden", "letter", "candle", "bridge", "violin"]
+_COLOURS = {"red": "a cherry", "green": "a leaf", "blue": "the sky", "white": "snow"}
+
+
+def write_instructions(folder: str | Path, count: int = 256, seed: int = 0) -> Path:
+    """Writes alpaca_data.json in Alpaca's form: tasks that a small model can learn.
+
+    Five kinds, two of them without input; no example is there twice.
+
+    Args:
+        folder: made if it is not there.
+        count: number of examples, at most 300.
+        seed: of what is written.
+
+    Returns:
+        The file.
+    """
+    every: list[tuple[str, str, str]] = []
+    for noun in _NOUNS:
+        every.append(("Write the word in capitals.", noun, noun.upper()))
+        every.append(("Write the word twice.", noun, f"{noun} {noun}"))
+        for other in _NOUNS:
+            if other != noun:
+                words = f"{noun} {other}"
+                every.append(("Write the words in reverse order.", words, f"{other} {noun}"))
+    for number in range(206):
+        question = f"Which number comes after {number}?"
+        every.append((question, "", f"After {number} comes {number + 1}."))
+    for colour, thing in _COLOURS.items():
+        every.append((f"Name something {colour}.", "", f"One {colour} thing is {thing}."))
+    if count > len(every):
+        raise ValueError(f"count is {count}, expected at most {len(every)}: ask for fewer.")
+    chosen = random.Random(seed).sample(every, count)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = [dict(zip(_KEYS, example, strict=True)) for example in chosen]
+    path = folder / "alpaca_data.json"
+    path.write_text(json.dumps(entries, indent=4, ensure_ascii=False), encoding="utf-8")
+    return path

@@ -1,0 +1,149 @@
+"""A prompt in, a text out: sequences for a causal language model, and prompts to continue."""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.utils.data import DataLoader, Dataset
+
+from datamodules.loading import IGNORED
+from datamodules.text import TokenizedData, filling, pad
+
+
+class TeacherForcedSet(Dataset):
+    """Map-style dataset of prompt + text; `labels` are -100 at the prompt.
+
+    Args:
+        pairs: the tokens of prompt and text.
+        fill: what shorter sequences are padded with, by key.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[list[int], list[int]]], fill: dict[str, int]) -> None:
+        self.pairs, self.collate = pairs, partial(pad, fill=fill)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        prompt, text = self.pairs[index]
+        ids = [*prompt, *text]
+        # a tensor: `loading` marks a sample that only fills up by arithmetic on its labels
+        labels = torch.tensor([IGNORED] * len(prompt) + text)
+        return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels}
+
+
+class PromptSet(Dataset):
+    """Map-style dataset of prompts to be continued; `labels` is the place of the prompt.
+
+    Args:
+        prompts: their tokens.
+        fill: what shorter prompts are padded with on the left, by key.
+    """
+
+    def __init__(self, prompts: Sequence[list[int]], fill: dict[str, int]) -> None:
+        self.prompts, self.collate = prompts, partial(pad, fill=fill, left=True)
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids = self.prompts[index]
+        return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": index}
+
+
+class PromptedData(TokenizedData):
+    """Batches for a causal language model, and the references to score what it writes.
+
+    Training and validation: `input_ids`, `attention_mask`, `labels` (B, L), padded on the right;
+    labels are -100 but for the text and its end-of-text token. A sequence ends after `max_length`
+    tokens; an example whose prompt leaves no token of that to its text is left out, and counted in
+    a warning. Test and prediction: every different prompt of the test part once, `input_ids` and
+    `attention_mask` (B, L) padded on the left, as generation needs it, and `labels` (B,) the place
+    of the prompt in `prompts("test")` and `references("test")`; -100 marks a sample that only fills
+    up the last round of several ranks. `prompt_dataloader` gives the same for another part.
+
+    A subclass says in `load` which (prompt, text) pairs a part holds, and in `encode_prompts` what
+    begins a sequence. Arguments: see `TokenizedData`.
+    """
+
+    # What a subclass writes.
+
+    def encode_prompts(self, prompts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each prompt, special ones with them."""
+        raise NotImplementedError
+
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text, with the end-of-text token."""
+        return [[*ids, self.end_token_id] for ids in encode(texts, self.tokenizer)]
+
+    # What there is.
+
+    def prompts(self, part: str) -> list[str]:
+        """The different prompts of a part, in order of first appearance."""
+        return list(group(self.examples(part)))
+
+    def references(self, part: str) -> list[list[str]]:
+        """The texts of each of `prompts(part)`, as the file writes them."""
+        return list(group(self.examples(part)).values())
+
+    @property
+    def end_token_id(self) -> int:
+        """The end-of-text token.
+
+        Raises:
+            ValueError: the tokenizer has none.
+        """
+        if self.tokenizer.eos_token_id is None:
+            raise ValueError(
+                f"The tokenizer {self.tokenizer.name_or_path!r} has no end-of-text token, expected "
+                "one as causal language models have it: choose another with --data.tokenizer."
+            )
+        return self.tokenizer.eos_token_id
+
+    def samples(self, part: str) -> Dataset:
+        if part in ("test", "predict"):
+            return self._prompt_set("test")
+        prompts, texts = zip(*self.examples(part), strict=True)
+        pairs = [
+            (prompt, text[: self.max_length - len(prompt)])
+            for prompt, text in zip(
+                self.encode_prompts(prompts), self.encode_texts(texts), strict=True
+            )
+            if len(prompt) < self.max_length
+        ]
+        if not pairs:
+            raise ValueError(
+                f"Every prompt of the {part} part leaves none of max_length={self.max_length} to "
+                "the text: set --data.max_length higher."
+            )
+        if dropped := len(prompts) - len(pairs):
+            rank_zero_warn(
+                f"{dropped} of the {len(prompts)} examples of the {part} part are left out: their "
+                f"prompts have max_length={self.max_length} or more tokens."
+            )
+        return TeacherForcedSet(pairs, filling(self.tokenizer))
+
+    def prompt_dataloader(self, part: str) -> DataLoader:
+        return self.loader(self._prompt_set(part))
+
+    def _prompt_set(self, part: str) -> PromptSet:
+        return PromptSet(self.encode_prompts(self.prompts(part)), filling(self.tokenizer))
+
+
+def encode(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
+    """The tokens of each text, without special ones."""
+    return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)[
+        "input_ids"
+    ]
+
+
+def group(pairs: Iterable[tuple[str, str | None]]) -> dict[str, list[str]]:
+    """The texts of each different prompt, both in order of first appearance."""
+    groups: dict[str, list[str]] = {}
+    for prompt, text in pairs:
+        texts = groups.setdefault(prompt, [])
+        if text is not None:
+            texts.append(text)
+    return groups

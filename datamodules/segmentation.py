@@ -1,0 +1,311 @@
+"""Semantic segmentation: ADE20K's scene parsing benchmark, and sets of that form.
+
+    ADEChallengeData2016/objectInfo150.txt                      the classes, from 1
+    ADEChallengeData2016/images/{training,validation}/*.jpg
+    ADEChallengeData2016/annotations/{training,validation}/*.png
+
+A pixel of an annotation is a class, or 0 for "other", which neither trains nor counts: classes
+move down by one and 0 becomes -100.
+"""
+
+import random
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+
+from datamodules.images import read_image
+from datamodules.loading import IGNORED, PartsData
+from datamodules.text import data_folder
+
+NAME = "ADEChallengeData2016"
+CLASSES = "objectInfo150.txt"
+PARTS = {"train": "training", "val": "validation"}
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class SegmentationSet(Dataset):
+    """Map-style dataset of `(image (3, H, W), labels (H, W))`.
+
+    Args:
+        pairs: the files of an image and of its annotation.
+        num_classes: largest value that an annotation may have.
+        transform: of both together.
+    """
+
+    def __init__(self, pairs: list[tuple[Path, Path]], num_classes: int, transform: v2.Compose):
+        self.pairs, self.num_classes, self.transform = pairs, num_classes, transform
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image, labels = self.read(index)
+        image, labels = self.transform(tv_tensors.Image(image), tv_tensors.Mask(labels))
+        # plain tensors, without the types that the transforms went by
+        return image.as_subclass(Tensor), labels.as_subclass(Tensor).long()
+
+    def read(self, index: int) -> tuple[Image.Image, Tensor]:
+        """The image and its labels (H, W), int16, as they lie on the disk.
+
+        Raises:
+            ValueError: a label is above the number of classes, or the sizes differ.
+        """
+        image_file, label_file = self.pairs[index]
+        image = read_image(image_file)
+        with Image.open(label_file) as file:
+            labels = torch.from_numpy(np.array(file, dtype=np.int16))
+        if labels.shape != (image.height, image.width):
+            raise ValueError(
+                f"{label_file} is of shape {tuple(labels.shape)} and its image of height "
+                f"{image.height} and width {image.width}: expected the same, replace one of them."
+            )
+        if labels.max() > self.num_classes:
+            raise ValueError(
+                f"{label_file} has the label {labels.max()}, expected 0 to {self.num_classes}: see "
+                f"{CLASSES} for the classes, or give the annotations of the benchmark, not of the "
+                "full ADE20K."
+            )
+        return image, torch.where(labels == 0, IGNORED, labels - 1)
+
+
+class SegmentationData(PartsData):
+    """Batches `(images (B, 3, S, S), labels (B, S, S))`; a label is a class or -100.
+
+    Training: the shorter side is resized to between half and twice S, then a square is cropped
+    (and filled up if it is too large), flipped with probability ½ and distorted in brightness,
+    contrast, saturation and hue, as in mmsegmentation's ADE20K recipes but for their limit on one
+    class's share of a crop. Evaluation is at a fixed size: the longer side is resized to S and the
+    rest of the square filled up, labels with -100, so that every image counts once, whole, and
+    mIoU is that at this size, not at the original one. Validation serves as test: the labels of
+    the test images are not public.
+
+    Args:
+        root: the folder ADEChallengeData2016; the one in $RECIPES_DATA when None.
+        source: "folder" reads `root`; "generated" writes a small set of the same form with
+            `write_ade20k` and reads that.
+        image_size: S in pixels.
+        batch_size: images per device and training step; at least 2 for batch normalisation.
+        mean: of the pixel values (0 to 1), per channel.
+        std: likewise.
+        generate: arguments of `write_ade20k`.
+        **kwargs: see `PartsData`.
+    """
+
+    def __init__(
+        self,
+        root: str | None = None,
+        source: Literal["folder", "generated"] = "folder",
+        image_size: int = 512,
+        batch_size: int = 2,
+        mean: tuple[float, float, float] = IMAGENET_MEAN,
+        std: tuple[float, float, float] = IMAGENET_STD,
+        generate: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(batch_size=batch_size, **kwargs)
+        if source not in ("folder", "generated"):
+            raise ValueError(f"source is {source!r}, expected folder or generated.")
+        self.root, self.source, self.generate = root, source, generate
+        self.image_size, self.mean, self.std = image_size, mean, std
+        self._scratch: tempfile.TemporaryDirectory | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where the data lie; generated ones are written when this is first asked for."""
+        if self.source == "folder":
+            return data_folder(self.root, NAME)
+        if self._scratch is None:
+            self._scratch = tempfile.TemporaryDirectory()  # goes when this object does
+            write_ade20k(self._scratch.name, seed=self.seed, **(self.generate or {}))
+        return Path(self._scratch.name)
+
+    @property
+    def class_names(self) -> list[str]:
+        return read_classes(self.folder / CLASSES)
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.class_names)
+
+    def samples(self, part: str) -> SegmentationSet:
+        folder = PARTS["train" if part == "train" else "val"]
+        transform = self.train_transform() if part == "train" else self.eval_transform()
+        return SegmentationSet(list_pairs(self.folder, folder), self.num_classes, transform)
+
+    def train_transform(self) -> v2.Compose:
+        size = self.image_size
+        return v2.Compose(
+            [
+                v2.ToImage(),
+                v2.RandomShortestSize(list(range(size // 2, 2 * size + 1)), max_size=8 * size),
+                v2.RandomCrop(size, pad_if_needed=True, fill=self._filling()),
+                v2.RandomHorizontalFlip(),
+                v2.RandomPhotometricDistort(),
+                *self._to_tensor(),
+            ]
+        )
+
+    def eval_transform(self) -> v2.Compose:
+        square = Square(self.image_size, self._filling())
+        return v2.Compose([v2.ToImage(), square, *self._to_tensor()])
+
+    def _filling(self) -> dict[Any, Any]:
+        """The mean colour for images, no class for labels."""
+        return {
+            tv_tensors.Image: [round(255 * value) for value in self.mean],
+            tv_tensors.Mask: IGNORED,
+        }
+
+    def _to_tensor(self) -> list[v2.Transform]:
+        to_float = v2.ToDtype({tv_tensors.Image: torch.float32, "others": None}, scale=True)
+        return [to_float, v2.Normalize(self.mean, self.std)]
+
+
+class Square(v2.Transform):
+    """Resizes the longer side to `size` pixels and fills up at the right and at the bottom.
+
+    Args:
+        size: of the square.
+        fill: as for torchvision's pad.
+    """
+
+    def __init__(self, size: int, fill: Any) -> None:
+        super().__init__()
+        self.size, self.fill = size, fill
+
+    def forward(self, *inputs: Any) -> Any:
+        """The inputs, all resized and padded alike."""
+        height, width = v2.functional.get_size(inputs[0])
+        scale = self.size / max(height, width)
+        height, width = (max(1, round(side * scale)) for side in (height, width))
+        padding = [0, 0, self.size - width, self.size - height]
+        return v2.Compose([v2.Resize([height, width]), v2.Pad(padding, fill=self.fill)])(*inputs)
+
+
+# Reading.
+
+
+def read_classes(path: Path) -> list[str]:
+    """The class names of an objectInfo file, in order: a header, then lines `1\t…\tname`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: its numbers are not 1, 2, 3, … (file and line).
+    """
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is missing, expected the classes of ADE20K's scene parsing benchmark: set "
+            f"--data.root to its folder {NAME}."
+        )
+    names = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()[1:], start=2):
+        index, *_, name = line.split("\t")
+        if index.strip() != str(number - 1):
+            raise ValueError(
+                f"{path}, line {number}: the class's number is {index.strip()!r}, expected "
+                f"{number - 1}: give the file as the benchmark has it."
+            )
+        names.append(name.strip())
+    return names
+
+
+def list_pairs(folder: Path, part: str) -> list[tuple[Path, Path]]:
+    """Each image of "training" or "validation" with its annotation, in the order of their names.
+
+    Raises:
+        FileNotFoundError: there are no images, or one has no annotation.
+    """
+    images = sorted((folder / "images" / part).glob("*.jpg"))
+    if not images:
+        raise FileNotFoundError(
+            f"{folder / 'images' / part} has no .jpg files, expected ADE20K's images there: set "
+            f"--data.root to the folder {NAME}."
+        )
+    labels = folder / "annotations" / part
+    pairs = [(image, labels / f"{image.stem}.png") for image in images]
+    for image, label in pairs:
+        if not label.is_file():
+            raise FileNotFoundError(f"{label} is missing, the annotation of {image}: add it.")
+    return pairs
+
+
+# A small set of the same form.
+
+SHAPES = ("square", "disc", "triangle")
+
+
+def write_ade20k(
+    folder: str | Path, train: int = 48, val: int = 16, size: int = 64, seed: int = 0
+) -> Path:
+    """Writes images of coloured shapes before a striped wall, annotated in ADE20K's form.
+
+    Classes are the wall and the shapes, each in any colour; a frame around the image is "other".
+    Some images are wide and some tall.
+
+    Args:
+        folder: made if it is not there.
+        train: number of training images.
+        val: number of validation images.
+        size: of the shorter side, in pixels.
+        seed: of what is drawn.
+
+    Returns:
+        The folder.
+    """
+    rng, folder = random.Random(seed), Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [
+        f"{number}\t0.1\t{train}\t{val}\t0\t{name}"
+        for number, name in enumerate(("wall", *SHAPES), start=1)
+    ]
+    text = "\n".join(["Idx\tRatio\tTrain\tVal\tStuff\tName", *rows])
+    (folder / CLASSES).write_text(text + "\n", encoding="utf-8")
+    for part, count in (("training", train), ("validation", val)):
+        images, annotations = folder / "images" / part, folder / "annotations" / part
+        images.mkdir(parents=True, exist_ok=True)
+        annotations.mkdir(parents=True, exist_ok=True)
+        for number in range(1, count + 1):
+            image, labels = _scene(rng, size)
+            name = f"ADE_{part[:5]}_{number:08d}"
+            image.save(images / f"{name}.jpg", quality=95)
+            labels.save(annotations / f"{name}.png")
+    return folder
+
+
+def _scene(rng: random.Random, size: int) -> tuple[Image.Image, Image.Image]:
+    """An image and its labels."""
+    width, height = rng.choice([(size, size), (size * 4 // 3, size), (size, size * 4 // 3)])
+    image, labels = Image.new("RGB", (width, height)), Image.new("L", (width, height), 1)
+    draw, label = ImageDraw.Draw(image), ImageDraw.Draw(labels)
+    stripes = [tuple(rng.randrange(90) for _ in range(3)) for _ in range(2)]
+    for x in range(0, width, 4):
+        draw.rectangle([x, 0, x + 3, height], fill=stripes[x // 4 % 2])
+    for kind in rng.sample(range(len(SHAPES)), rng.randint(1, len(SHAPES))):
+        side = rng.randint(size // 4, size // 2)
+        x, y = rng.randint(2, width - side - 3), rng.randint(2, height - side - 3)
+        colour = tuple(rng.randint(120, 255) for _ in range(3))
+        draw_shape(draw, SHAPES[kind], (x, y, x + side, y + side), colour)
+        draw_shape(label, SHAPES[kind], (x, y, x + side, y + side), kind + 2)
+    label.rectangle([0, 0, width - 1, height - 1], outline=0)
+    return image, labels
+
+
+def draw_shape(
+    draw: ImageDraw.ImageDraw, shape: str, box: tuple[int, int, int, int], fill: Any
+) -> None:
+    """One of SHAPES that touches the four sides of a box (x1, y1, x2, y2)."""
+    if shape == "square":
+        draw.rectangle(box, fill=fill)
+    elif shape == "disc":
+        draw.ellipse(box, fill=fill)
+    else:
+        x1, y1, x2, y2 = box
+        draw.polygon([(x1, y2), (x2, y2), ((x1 + x2) // 2, y1)], fill=fill)

@@ -1,0 +1,118 @@
+"""Texts from a causal language model by beam search, as LoRA's E2E pipeline decodes them.
+
+LoRA (arXiv 2106.09685, Appendix D) and VeRA (arXiv 2310.11454), which follows it: the continuation
+y of at most 64 tokens, of 10 beams, that maximises
+
+    Σ_t log p(y_t | prompt, y_<t) / |y|^0.8
+
+where p leaves out, and spreads over the rest, every token that would complete a 4-gram that y holds
+already. An end-of-text token or a blank line ends a continuation, and counts in |y|.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.generation import NoRepeatNGramLogitsProcessor
+
+
+class NoRepeatAfterPrompt(LogitsProcessor):
+    """Bans every token that would complete an n-gram for the second time since the prompt.
+
+    Unlike transformers' `no_repeat_ngram_size`, it lets a continuation repeat the prompt.
+
+    Args:
+        size: n.
+        prompt_length: number of tokens of the prompt, with its padding.
+    """
+
+    def __init__(self, size: int, prompt_length: int) -> None:
+        self.ban, self.prompt_length = NoRepeatNGramLogitsProcessor(size), prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The scores (B, V) of the tokens after `input_ids` (B, L), -inf for the banned ones."""
+        return self.ban(input_ids[:, self.prompt_length :], scores)
+
+
+def generate(
+    model: Any,
+    prompts: Mapping[str, Tensor],
+    tokenizer: Any,
+    beams: int = 10,
+    max_new_tokens: int = 64,
+    length_penalty: float = 0.8,
+    no_repeat_ngram: int = 4,
+    stop: str | None = "\n\n",
+) -> list[str]:
+    """The best continuation of each prompt; the prompt and white space around are not in it.
+
+    A tokenizer that writes `stop` as one token, as GPT-2's does a blank line, ends a continuation
+    with it; with any other the finished text is cut there. Unlike LoRA's own loop, transformers
+    gives a finished beam's place to the next best one at once, not a step later.
+
+    Args:
+        model: a causal language model of transformers, with VeRA or without; one with few adapters
+            is faster after `merge`. It decodes without dropout, whatever its mode.
+        prompts: `input_ids` and `attention_mask` (B, L) padded on the left, as a DataModule's
+            `prompt_dataloader` makes them; positions count from the first token that is no padding.
+        tokenizer: has a padding and an end-of-text token.
+        beams: number of beams; 1 takes the most likely token each time.
+        max_new_tokens: length of a continuation at most.
+        length_penalty: the exponent above; more favours long continuations.
+        no_repeat_ngram: n of the n-grams that may not come twice; 0 allows all.
+        stop: text that ends a continuation beside the end-of-text token; None where it may be part
+            of an answer.
+
+    Raises:
+        ValueError: the prompts are not padded on the left, or too long for the model.
+    """
+    ids, mask = prompts["input_ids"].to(model.device), prompts["attention_mask"].to(model.device)
+    _check(ids, mask, model, max_new_tokens)
+    ends = [tokenizer.eos_token_id]
+    if stop is not None and len(token := tokenizer.encode(stop, add_special_tokens=False)) == 1:
+        ends += token
+    processors = LogitsProcessorList()
+    if no_repeat_ngram:
+        processors.append(NoRepeatAfterPrompt(no_repeat_ngram, ids.shape[1]))
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        num_beams=beams,
+        length_penalty=length_penalty if beams > 1 else None,
+        early_stopping="never" if beams > 1 else None,  # not before nothing can be better
+        renormalize_logits=True,
+        eos_token_id=ends,
+        pad_token_id=tokenizer.pad_token_id,
+        # A published model may bring other defaults of its own.
+        do_sample=False,
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+    )
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        found = model.generate(
+            ids, attention_mask=mask, generation_config=config, logits_processor=processors
+        )
+    model.train(training)
+    texts = tokenizer.batch_decode(
+        found[:, ids.shape[1] :],
+        skip_special_tokens=True,
+        clean_up_tokenization_spaces=False,  # it would move full stops
+    )
+    return [(text.split(stop)[0] if stop else text).strip() for text in texts]
+
+
+def _check(ids: Tensor, mask: Tensor, model: Any, max_new_tokens: int) -> None:
+    if not mask[:, -1].all():
+        raise ValueError(
+            "A prompt ends in padding, expected padding on the left only: take the batches of a "
+            "DataModule's prompt_dataloader."
+        )
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is not None and ids.shape[1] + max_new_tokens > longest:
+        raise ValueError(
+            f"A prompt of {ids.shape[1]} tokens and max_new_tokens={max_new_tokens} are more than "
+            f"the {longest} positions of the model: shorten the prompt or max_new_tokens."
+        )

@@ -1,0 +1,153 @@
+"""What ties the student to the teacher: hidden states, or in ablations predictions or weights.
+
+Self-distillation (arXiv 2210.02871), Algorithm 1 and Table 3. Gradients reach the student only; all
+is computed in float32 also under autocast (float64 for float64).
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_modules.self_distillation.mars import constrained, largest_row
+
+Match = Literal["cls", "all", "mean"]
+Reduction = Literal["sum", "mean"]
+
+
+def distillation(
+    student: Tensor,
+    teacher: Tensor,
+    match: Match = "cls",
+    reduction: Reduction = "sum",
+    attention_mask: Tensor | None = None,
+) -> Tensor:
+    """L_Distill = mean over examples of ‖f_θ(x) − StopGrad f_θ0(x)‖², on the unmasked x.
+
+    Args:
+        student: final hidden states (B, T, D), [CLS] first, patches or tokens in order.
+        teacher: the same of the teacher.
+        match: "cls", the first token, as the released code does; "all", every token; "mean", the
+            tokens' average. The last two leave padding out and count [CLS] as a token.
+        reduction: over an example's numbers (the released code's is "sum"); examples are averaged.
+        attention_mask: (B, T), 0 on padding; None for none. With padding on the left the first
+            token is the first that is none.
+
+    Raises:
+        ValueError: for unknown settings, or shapes that differ.
+    """
+    if match not in ("cls", "all", "mean"):
+        raise ValueError(f"unknown match {match!r}: expected 'cls', 'all' or 'mean'")
+    _check(student, teacher, reduction)
+    with torch.autocast(student.device.type, enabled=False):
+        difference = _precise(student) - _precise(teacher.detach())
+        tokens = torch.ones(difference.shape[:2], device=student.device, dtype=torch.bool)
+        if attention_mask is not None:
+            tokens = attention_mask.bool()
+        if match == "cls":
+            tokens = tokens & (tokens.cumsum(1) == 1)
+        difference = difference.masked_fill(~tokens[..., None], 0)
+        numbers = tokens.sum(1)
+        if match == "mean":
+            difference = difference.sum(1, keepdim=True) / numbers[:, None, None]
+            numbers = torch.ones_like(numbers)
+        squares = difference.square().sum((1, 2))
+        return (squares if reduction == "sum" else squares / (numbers * student.shape[-1])).mean()
+
+
+def prediction_matching(student: Tensor, teacher: Tensor, reduction: Reduction = "sum") -> Tensor:
+    """Table 3, images: mean over examples of ‖g∘f(x̂) − g_0∘f_0(x̂)‖², over every patch.
+
+    Args:
+        student: predicted pixels (B, N, P) of a masked image.
+        teacher: the teacher's, for the same mask.
+        reduction: over an example's numbers.
+
+    Raises:
+        ValueError: for an unknown reduction, or shapes that differ.
+    """
+    _check(student, teacher, reduction)
+    with torch.autocast(student.device.type, enabled=False):
+        squares = (_precise(student) - _precise(teacher.detach())).square().flatten(1)
+        return (squares.sum(1) if reduction == "sum" else squares.mean(1)).mean()
+
+
+def token_prediction_matching(
+    student: Tensor, teacher: Tensor, mask: Tensor, reduction: Reduction = "sum"
+) -> Tensor:
+    """Table 3, text: mean over examples of Σ_k z_k · KL(p_θ0(x_k | x̂) ‖ p_θ(x_k | x̂)), in nats.
+
+    Args:
+        student: logits (B, L, V) of a masked text.
+        teacher: the teacher's, for the same mask.
+        mask: (B, L), True where hidden.
+        reduction: "mean" divides by the number of hidden tokens of the batch instead of by B.
+
+    Returns:
+        A scalar; zero, with zero gradients, if no token is hidden.
+
+    Raises:
+        ValueError: for an unknown reduction, or shapes that differ.
+    """
+    _check(student, teacher, reduction)
+    with torch.autocast(student.device.type, enabled=False):
+        own = _precise(student[mask]).log_softmax(-1)
+        other = _precise(teacher.detach()[mask]).log_softmax(-1)
+        divergence = (other.exp() * (other - own)).sum()
+        return divergence / (len(student) if reduction == "sum" else max(len(own), 1))
+
+
+def weight_matching(
+    student: nn.Module, teacher: nn.Module, norm: Literal["l2", "mars"] = "l2"
+) -> Tensor:
+    """Table 3: how far the student's weights are from the teacher's, as a penalty.
+
+        l2:    Σ over parameters of ‖θ − θ_0‖²
+        mars:  Σ over linear and convolutional layers of max_j Σ_i |W_ji − U_ji|
+
+    Args:
+        student: the encoder.
+        teacher: the teacher's, of the same architecture.
+        norm: "l2" or "mars".
+
+    Raises:
+        ValueError: for another norm, or parameters that differ in name or shape.
+    """
+    if norm not in ("l2", "mars"):
+        raise ValueError(f"unknown norm {norm!r} of the weights: expected 'l2' or 'mars'")
+    own, other = dict(student.named_parameters()), dict(teacher.named_parameters())
+    for name in sorted(own.keys() | other.keys()):
+        shapes = [tuple(side[name].shape) if name in side else None for side in (own, other)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"{name} is {shapes[0]} in the student and {shapes[1]} in the teacher: expected "
+                "the same parameters; give two encoders of one architecture"
+            )
+    device = next(iter(own.values())).device.type
+    with torch.autocast(device, enabled=False):
+        if norm == "mars":
+            layers = constrained(student)
+            changes = [
+                largest_row(_precise(own[name]) - _precise(other[name].detach()), dims)
+                for name, dims in layers.items()
+            ]
+        else:
+            changes = [
+                (_precise(own[name]) - _precise(other[name].detach())).square().sum()
+                for name in own
+            ]
+        return torch.stack(changes).sum()
+
+
+def _check(student: Tensor, teacher: Tensor, reduction: str) -> None:
+    if reduction not in ("sum", "mean"):
+        raise ValueError(f"unknown reduction {reduction!r}: expected 'sum' or 'mean'")
+    if student.shape != teacher.shape:
+        raise ValueError(
+            f"the student gives {tuple(student.shape)} and the teacher {tuple(teacher.shape)}: "
+            "expected the same shape; give both the same inputs"
+        )
+
+
+def _precise(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

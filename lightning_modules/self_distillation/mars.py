@@ -1,0 +1,97 @@
+"""MARS: weights that may not leave a ball around the pre-trained ones.
+
+Gouk et al., Distance-Based Regularisation of Deep Networks (arXiv 2002.08253). The ball is that of
+the maximum absolute row sum, max_j Σ_i |W_ji − U_ji| ≤ γ.
+"""
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+
+def constrained(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The weights that MARS constrains: of linear and convolutional layers; biases are free.
+
+    Returns:
+        By parameter name, the dimensions that make up a row: an output's inputs.
+    """
+    rows: dict[str, tuple[int, ...]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Conv1D):  # GPT-2's, which is stored as (inputs, outputs)
+            dims: tuple[int, ...] = (0,)
+        elif isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            dims = tuple(range(1, module.weight.ndim))
+        else:
+            continue
+        rows[f"{name}.weight" if name else "weight"] = dims
+    named = dict(model.named_parameters())  # a weight that two layers share has one name
+    return {name: dims for name, dims in rows.items() if name in named}
+
+
+def mars_start(model: nn.Module, heads: Collection[str] = ()) -> dict[str, Tensor]:
+    """The centres w0 of the balls: copies of the weights, zeros for new heads.
+
+    Args:
+        model: with its pre-trained weights.
+        heads: names of the modules that are new.
+
+    Raises:
+        ValueError: if a head has no such weight.
+    """
+    parameters = dict(model.named_parameters())
+    start = {name: parameters[name].detach().clone() for name in constrained(model)}
+    for head in heads:
+        inside = [name for name in start if name.startswith(f"{head}.")]
+        if not inside:
+            raise ValueError(
+                f"head {head!r} has no linear or convolutional layer in {type(model).__name__}: "
+                f"expected a module's name, such as {next(reversed(start)).rpartition('.')[0]}"
+            )
+        for name in inside:
+            start[name].zero_()
+    return start
+
+
+@torch.no_grad()
+def mars_project(model: nn.Module, start: dict[str, Tensor], radius: float) -> nn.Module:
+    """Pull every row back into its ball, in place; call it after each optimizer step.
+
+    w_j ← w0_j + d / max(1, ‖d‖₁ / γ) with d = w_j − w0_j: rows inside stay as they are, to the
+    bit. For a convolution ‖d‖₁ sums over in × kernel.
+
+    Args:
+        model: the model in training.
+        start: from `mars_start`.
+        radius: γ, above 0.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: for a radius of 0 or less, or a start of another model.
+    """
+    if not radius > 0:
+        raise ValueError(f"radius is {radius}: expected a number above 0")
+    parameters = dict(model.named_parameters())
+    rows = constrained(model)
+    for name in sorted(rows.keys() | start.keys()):
+        shapes = [tuple(d[name].shape) if name in d else None for d in (parameters, start)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"{name} is {shapes[0]} in the model and {shapes[1]} in the start: expected the "
+                "same weights; take the start from this model with mars_start"
+            )
+    for name, dims in rows.items():
+        weight, centre = parameters[name], start[name]
+        change = weight - centre
+        sums = change.abs().sum(dims, keepdim=True)
+        projected = centre + change * (radius / sums)
+        weight.copy_(torch.where(sums > radius, projected, weight))
+    return model
+
+
+def largest_row(change: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The MARS norm of one layer: max_j Σ_i |change_ji|, with dims those of i."""
+    return change.abs().sum(dims).max()

@@ -1,0 +1,231 @@
+"""A vision encoder that sees some of the patches, and a decoder that predicts the pixels of all.
+
+MAE (arXiv 2111.06377). The encoder is a timm ViT or transformers' ViTMAEModel, the decoder
+transformers' ViTMAEDecoder, as they are. Only the path between them is here, since it needs what
+neither library has: a mask that is given, images with different numbers of visible patches, and
+clean features with the patches in their order.
+"""
+
+import math
+from typing import Any
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+from transformers import ViTMAEConfig, ViTMAEModel
+from transformers.models.vit_mae.modeling_vit_mae import ViTMAEDecoder
+
+
+class MaskedAutoencoder(nn.Module):
+    """f (encoder) and g (decoder) of the paper.
+
+    The paper's x̂ replaces hidden patches by a mask token; MAE's, and the released code's, leaves
+    them out of the encoder and puts mask tokens into the decoder's input.
+
+    Args:
+        encoder: a timm ViT with a [CLS] token and its final norm, or transformers' ViTMAEModel.
+            Its positions are frozen, as MAE's are; a classifier that it may have is not used.
+        decoder: transformers' ViTMAEDecoder, of the encoder's width and patches; see `mae_decoder`.
+
+    Raises:
+        ValueError: if the encoder is neither, or the decoder does not fit it.
+    """
+
+    encoder: Any
+    decoder: Any
+
+    def __init__(self, encoder: nn.Module, decoder: nn.Module):
+        super().__init__()
+        self.encoder, self.decoder = encoder, decoder
+        self.image_size, self.patch_size, self.width = geometry(encoder)
+        if not isinstance(encoder, ViTMAEModel):  # whose positions are frozen already
+            self.encoder.pos_embed.requires_grad_(False)
+        width, positions = self.decoder.decoder_embed.in_features, self.decoder.decoder_pos_embed
+        if (width, positions.shape[1]) != (self.width, self.patches + 1):
+            raise ValueError(
+                f"the decoder is for width {width} and {positions.shape[1] - 1} patches, but the "
+                f"encoder has width {self.width} and {self.patches} patches: build it with "
+                "mae_decoder(encoder)"
+            )
+
+    @property
+    def patches(self) -> int:
+        """Number of patches N of an image."""
+        return (self.image_size // self.patch_size) ** 2
+
+    def encode(self, images: Tensor) -> Tensor:
+        """The final hidden states f(x) of clean images, [CLS] first, then patches row by row.
+
+        No patch is shuffled, unlike transformers' ViTMAEModel with mask_ratio 0.
+
+        Args:
+            images: (B, C, H, W).
+
+        Returns:
+            (B, 1 + N, D), after the final norm.
+        """
+        return self._transform(self._embed(images), None)
+
+    def forward(self, images: Tensor, mask: Tensor) -> Tensor:
+        """Predicted pixels g(f(x̂)) of every patch.
+
+        Images may have different numbers of visible patches. The shorter ones are then filled up
+        and what fills them is kept out of the attention, so that an image gets what it would get
+        alone.
+
+        Args:
+            images: (B, C, H, W).
+            mask: (B, N), True where hidden.
+
+        Returns:
+            (B, N, patch_size² · C).
+        """
+        tokens = self._embed(images)
+        numbers = (~mask).sum(1)
+        longest = int(numbers.max())
+        order = mask.int().argsort(dim=1, stable=True)  # visible ones first
+        visible = _pick(tokens[:, 1:], order[:, :longest])
+        bias = None
+        if int(numbers.min()) < longest:
+            filling = torch.arange(longest + 1, device=mask.device) > numbers[:, None]
+            bias = torch.zeros(filling.shape, device=mask.device, dtype=tokens.dtype)
+            bias = bias.masked_fill(filling, -math.inf)[:, None, None]
+        latent = self._transform(torch.cat([tokens[:, :1], visible], 1), bias)
+        return self._decode(latent, order, mask)
+
+    def _embed(self, images: Tensor) -> Tensor:
+        """Patch embeddings with positions, [CLS] first. (B, 1 + N, D)."""
+        size = tuple(images.shape[-2:])
+        if size != (self.image_size, self.image_size):
+            raise ValueError(
+                f"images are {size[0]} × {size[1]}, but the encoder takes {self.image_size} × "
+                f"{self.image_size}: resize them, or build the encoder for theirs and load its "
+                "weights with load_mae, which interpolates the positions"
+            )
+        encoder = self.encoder
+        if isinstance(encoder, ViTMAEModel):
+            embeddings = encoder.embeddings
+            patches = embeddings.patch_embeddings(images)
+            cls = embeddings.cls_token.expand(len(images), -1, -1)
+            return torch.cat([cls, patches], 1) + embeddings.position_embeddings
+        return encoder.norm_pre(encoder._pos_embed(encoder.patch_embed(images)))
+
+    def _transform(self, tokens: Tensor, bias: Tensor | None) -> Tensor:
+        encoder = self.encoder
+        if isinstance(encoder, ViTMAEModel):
+            blocks, norm = encoder.layers, encoder.layernorm
+        else:
+            blocks, norm = encoder.blocks, encoder.norm
+        for block in blocks:
+            tokens = block(tokens, bias)
+        return norm(tokens)
+
+    def _decode(self, latent: Tensor, order: Tensor, mask: Tensor) -> Tensor:
+        decoder = self.decoder
+        tokens = decoder.decoder_embed(latent)
+        hidden = decoder.mask_token.expand(*mask.shape, -1)
+        patches = torch.cat([tokens[:, 1:], hidden[:, tokens.shape[1] - 1 :]], 1)
+        patches = _pick(patches, order.argsort(1))  # back in order
+        patches = torch.where(mask[..., None], hidden, patches)  # what filled up goes too
+        tokens = torch.cat([tokens[:, :1], patches], 1) + decoder.decoder_pos_embed
+        for block in decoder.decoder_layers:
+            tokens = block(tokens)
+        return decoder.decoder_pred(decoder.decoder_norm(tokens[:, 1:]))
+
+
+def geometry(encoder: Any) -> tuple[int, int, int]:
+    """Image size and patch size in pixels, and width D, of an encoder.
+
+    Raises:
+        ValueError: if it is no ViT with a [CLS] token, square patches and a final norm.
+    """
+    if isinstance(encoder, ViTMAEModel):
+        config = encoder.config
+        return config.image_size, config.patch_size, config.hidden_size  # type: ignore
+    kind = type(encoder).__name__
+    if not isinstance(encoder, VisionTransformer) or encoder.pos_embed is None:
+        raise ValueError(
+            f"{kind} is no encoder for masked images: expected a timm ViT with learned "
+            "positions, or transformers' ViTMAEModel"
+        )
+    if encoder.num_prefix_tokens != 1 or isinstance(encoder.norm, nn.Identity):
+        raise ValueError(
+            f"{kind} has {encoder.num_prefix_tokens} prefix tokens and "
+            f"{type(encoder.norm).__name__} as its final norm: expected a [CLS] token alone and a "
+            "LayerNorm; build it with model_args {'global_pool': 'token'}"
+        )
+    embed = encoder.patch_embed
+    (height, width), (rows, columns) = embed.img_size, embed.patch_size
+    if height != width or rows != columns:
+        raise ValueError(
+            f"{kind} has images of {height} × {width} and patches of {rows} × {columns} pixels: "
+            "expected squares"
+        )
+    return height, rows, encoder.embed_dim
+
+
+def mae_decoder(
+    encoder: nn.Module, depth: int = 8, width: int = 512, heads: int = 16, channels: int = 3
+) -> ViTMAEDecoder:
+    """A new decoder for an encoder, initialised as MAE's; the defaults are MAE's for ViT-B.
+
+    Args:
+        encoder: see MaskedAutoencoder.
+        depth: blocks.
+        width: of its tokens.
+        heads: of its attention.
+        channels: of the images.
+    """
+    image_size, patch_size, hidden = geometry(encoder)
+    config = ViTMAEConfig(
+        hidden_size=hidden,
+        image_size=image_size,
+        patch_size=patch_size,
+        num_channels=channels,
+        decoder_hidden_size=width,
+        decoder_num_hidden_layers=depth,
+        decoder_num_attention_heads=heads,
+        decoder_intermediate_size=4 * width,
+        layer_norm_eps=1e-6,
+    )
+    config._attn_implementation = "sdpa"  # only a whole transformers model chooses by itself
+    decoder = ViTMAEDecoder(config, (image_size // patch_size) ** 2)
+    for module in decoder.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            nn.init.zeros_(module.bias)
+    nn.init.normal_(decoder.mask_token, std=0.02)
+    with torch.no_grad():
+        decoder.decoder_pos_embed.copy_(sincos_positions(image_size // patch_size, width))
+    return decoder
+
+
+def sincos_positions(grid: int, width: int) -> Tensor:
+    """MAE's fixed positions: sines and cosines of the column, then of the row; zero for [CLS].
+
+    Frequencies are 10000^(−j / (width / 4)).
+
+    Args:
+        grid: patches in a row.
+        width: D.
+
+    Returns:
+        (1, 1 + grid², width).
+
+    Raises:
+        ValueError: if the width is not a multiple of four.
+    """
+    if width % 4:
+        raise ValueError(f"width {width} has no sine positions: expected a multiple of 4")
+    quarter = width // 4
+    frequencies = 10000.0 ** (-torch.arange(quarter, dtype=torch.float64) / quarter)
+    angles = torch.arange(grid, dtype=torch.float64)[:, None] * frequencies
+    waves = torch.cat([angles.sin(), angles.cos()], 1)
+    columns, rows = waves.repeat(grid, 1), waves.repeat_interleave(grid, 0)
+    positions = torch.cat([columns, rows], 1).float()
+    return torch.cat([torch.zeros(1, width), positions])[None]
+
+
+def _pick(tokens: Tensor, places: Tensor) -> Tensor:
+    """Tokens (B, N, D) at places (B, K)."""
+    return tokens.gather(1, places[..., None].expand(-1, -1, tokens.shape[-1]))

@@ -1,0 +1,119 @@
+"""The masked objective on images: which patches are hidden, and how far their pixels are missed.
+
+Self-distillation (arXiv 2210.02871), Eq. 2 and Appendix C, with the Gaussian likelihood of
+MAE (arXiv 2111.06377): the squared error of the hidden patches' pixels.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+Masking = Literal["exact", "bernoulli"]
+
+
+def mask_patches(
+    batch: int,
+    patches: int,
+    ratio: float,
+    masking: Masking = "exact",
+    generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Which patches are hidden, for each image independently.
+
+    "exact" keeps ⌊N·(1 − γ)⌋ patches of every image, as MAE and the released code do: 49 of 196 at
+    γ = 0.75. "bernoulli" hides each patch with probability γ, z_k ~ Bernoulli(γ), as Eq. 2 does:
+    numbers differ between images, and an image may lose none or all of its patches.
+
+    Args:
+        batch: number of images B.
+        patches: patches of an image N.
+        ratio: γ.
+        masking: "exact" or "bernoulli".
+        generator: source of randomness, on `device`; torch's own if None.
+        device: of the result.
+
+    Returns:
+        (B, N), True where hidden.
+
+    Raises:
+        ValueError: for an unknown masking, or a ratio that hides nothing or everything.
+    """
+    if masking not in ("exact", "bernoulli"):
+        raise ValueError(f"unknown masking {masking!r}: expected 'exact' or 'bernoulli'")
+    if not 0 < ratio < 1:
+        raise ValueError(f"mask ratio is {ratio}: expected a share of patches between 0 and 1")
+    noise = torch.rand(batch, patches, generator=generator, device=device)
+    if masking == "bernoulli":
+        return noise < ratio
+    # 10 · (1 − 0.9) is a little less than 1 in floating point, but keeps one patch
+    kept = math.floor(patches * (1 - ratio) + 1e-9)
+    if not 0 < kept < patches:
+        left = "visible" if kept == 0 else "hidden"
+        raise ValueError(
+            f"mask ratio {ratio} leaves no {left} patch of {patches}: expected one between "
+            f"{1 / patches:.3g} and {1 - 1 / patches:.3g}, or smaller patches"
+        )
+    return noise.argsort(1).argsort(1) >= kept
+
+
+def patchify(images: Tensor, patch_size: int) -> Tensor:
+    """The pixels of each patch, row by row: (B, C, H, W) → (B, N, patch_size² · C), C innermost."""
+    b, c, h, w = images.shape
+    p = patch_size
+    grid = images.reshape(b, c, h // p, p, w // p, p)
+    return grid.permute(0, 2, 4, 3, 5, 1).reshape(b, (h // p) * (w // p), p * p * c)
+
+
+def pixel_loss(
+    prediction: Tensor, images: Tensor, mask: Tensor, patch_size: int, norm_pix: bool = True
+) -> Tensor:
+    """Eq. 2 for images: L_MAE = mean over images of 1/Z Σ_k z_k · MSE(prediction_k, pixels_k).
+
+    Z is the number of an image's hidden patches; an image with none is left out. With equal
+    numbers ("exact") this is the mean over all hidden patches, as MAE has it. Computed in float32
+    also under autocast (float64 for float64).
+
+    Args:
+        prediction: (B, N, patch_size² · C).
+        images: (B, C, H, W), normalised.
+        mask: (B, N), True where hidden.
+        patch_size: side of a patch, in pixels.
+        norm_pix: the target is each patch less its mean, over its standard deviation (unbiased,
+            ε 1e-6). True for checkpoints of MAE's norm-pixel decoders, False for raw-pixel ones
+            (those made for showing pictures, "mae_visualize").
+
+    Returns:
+        A scalar; zero, with zero gradients, if no patch is hidden.
+    """
+    with torch.autocast(images.device.type, enabled=False):
+        target = patchify(_precise(images), patch_size)
+        if norm_pix:
+            mean, variance = target.mean(-1, keepdim=True), target.var(-1, keepdim=True)
+            target = (target - mean) / (variance + 1e-6).sqrt()
+        errors = (_precise(prediction) - target).square().mean(-1)
+        hidden = mask.to(errors.dtype)
+        numbers = hidden.sum(1)
+        for_each_image = (errors * hidden).sum(1) / numbers.clamp(min=1)
+        return for_each_image.sum() / (numbers > 0).sum().clamp(min=1)
+
+
+def masked_autoencoding(
+    model: nn.Module, images: Tensor, mask: Tensor, norm_pix: bool = True
+) -> Tensor:
+    """L_MAE of a batch: hide patches, predict their pixels, measure.
+
+    Args:
+        model: a MaskedAutoencoder.
+        images: (B, C, H, W), normalised.
+        mask: (B, N) from `mask_patches`.
+        norm_pix: see `pixel_loss`.
+    """
+    patch_size: int = model.patch_size  # type: ignore[assignment]
+    return pixel_loss(model(images, mask), images, mask, patch_size, norm_pix)
+
+
+def _precise(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

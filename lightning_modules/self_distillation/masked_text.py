@@ -1,0 +1,120 @@
+"""The masked objective on text: which tokens are hidden, and how likely the model finds them.
+
+Self-distillation (arXiv 2210.02871), Eq. 2 and Appendix C; the 80/10/10 scheme is BERT's
+(arXiv 1810.04805) and RoBERTa's.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+IGNORED = -100
+
+
+def mask_tokens(
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    mask_id: int,
+    special_ids: Collection[int],
+    vocab_size: int,
+    probability: float = 0.15,
+    as_mask: float = 0.8,
+    as_random: float = 0.1,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Hide each token with probability γ, z_k ~ Bernoulli(γ), special ones and padding never.
+
+    Of the hidden tokens a share `as_mask` becomes the mask token, `as_random` an ordinary token
+    drawn uniformly, the rest stays as it is. Eq. 2 to the letter is as_mask 1, as_random 0.
+
+    Args:
+        input_ids: (B, L).
+        attention_mask: (B, L), 0 on padding; None for none.
+        mask_id: the mask token's id (`tokenizer.mask_token_id`).
+        special_ids: ids that are neither hidden nor drawn (`tokenizer.all_special_ids`).
+        vocab_size: number of ids (`len(tokenizer)`).
+        probability: γ.
+        as_mask: share of the hidden tokens.
+        as_random: share of the hidden tokens.
+        generator: source of randomness, on the ids' device; torch's own if None.
+
+    Returns:
+        The ids with tokens hidden, (B, L), and the labels, (B, L): the true id where hidden, -100
+        elsewhere. `labels != -100` is the mask z.
+
+    Raises:
+        ValueError: for a probability or shares out of range, a mask token out of the vocabulary, or
+            a vocabulary of special tokens only.
+    """
+    if not 0 < probability < 1:
+        raise ValueError(f"mask probability is {probability}: expected one between 0 and 1")
+    if min(as_mask, as_random) < 0 or as_mask + as_random > 1 + 1e-9:
+        raise ValueError(
+            f"shares as_mask {as_mask} and as_random {as_random} of the hidden tokens: expected "
+            "at least 0 each and at most 1 together"
+        )
+    if mask_id is None or not 0 <= mask_id < vocab_size:
+        raise ValueError(
+            f"mask_id is {mask_id}: expected an id below vocab_size {vocab_size}; take a tokenizer "
+            "with a mask token"
+        )
+    device = input_ids.device
+    special = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+    special[torch.tensor(sorted(special_ids), dtype=torch.long, device=device)] = True
+    ordinary = (~special).nonzero()[:, 0]
+    if not len(ordinary):
+        raise ValueError(f"all {vocab_size} ids are special: there is nothing to hide")
+
+    def draw() -> Tensor:
+        return torch.rand(input_ids.shape, generator=generator, device=device)
+
+    hidden = (draw() < probability) & ~special[input_ids]
+    if attention_mask is not None:
+        hidden &= attention_mask.bool()
+    fate = draw()
+    picks = torch.randint(len(ordinary), input_ids.shape, generator=generator, device=device)
+    corrupted = input_ids.masked_fill(hidden & (fate < as_mask), mask_id)
+    swapped = hidden & (fate >= as_mask) & (fate < as_mask + as_random)
+    corrupted = torch.where(swapped, ordinary[picks], corrupted)
+    return corrupted, input_ids.masked_fill(~hidden, IGNORED)
+
+
+def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Eq. 2 for text: mean over examples of −1/Z Σ_k z_k · log p(x_k | x̂), in nats.
+
+    Z is the number of an example's hidden tokens; an example with none is left out. Computed in
+    float32 also under autocast (float64 for float64).
+
+    Args:
+        logits: (B, L, V).
+        labels: (B, L), -100 where not hidden.
+
+    Returns:
+        A scalar; zero, with zero gradients, if no token is hidden.
+    """
+    hidden = labels != IGNORED
+    with torch.autocast(logits.device.type, enabled=False):
+        chosen = logits[hidden]
+        chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
+        errors = F.cross_entropy(chosen, labels[hidden], reduction="none")
+        numbers = hidden.sum(1)
+        weights = 1 / numbers.clamp(min=1).to(errors.dtype)
+        examples = hidden.nonzero()[:, 0]
+        return (errors * weights[examples]).sum() / (numbers > 0).sum().clamp(min=1)
+
+
+def masked_language_modelling(
+    model: nn.Module, corrupted: Tensor, labels: Tensor, **inputs: Any
+) -> Tensor:
+    """L_MAE of a batch of text.
+
+    Args:
+        model: a transformers masked language model (AutoModelForMaskedLM).
+        corrupted: (B, L) ids from `mask_tokens`.
+        labels: (B, L) from `mask_tokens`.
+        inputs: what else it takes: attention_mask, token_type_ids.
+    """
+    return token_loss(model(input_ids=corrupted, **inputs).logits, labels)

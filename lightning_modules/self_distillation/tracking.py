@@ -1,0 +1,60 @@
+"""Where weights began and how far they have gone."""
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+@torch.no_grad()
+def distance(weights: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> float:
+    """‖θ_init − θ‖₂ over the floating-point tensors that both have (arXiv 2210.02871, Sec. 5.2).
+
+    Summed in float64.
+
+    Args:
+        weights: a state_dict.
+        start: another; what only one of them has (a head, a decoder) is left out.
+
+    Raises:
+        ValueError: if they have nothing in common, or a tensor's shape differs.
+    """
+    total, common = 0.0, 0
+    for name in weights.keys() & start.keys():
+        now, then = _whole(weights[name]), _whole(start[name])
+        if not now.is_floating_point():
+            continue
+        if now.shape != then.shape:
+            raise ValueError(
+                f"{name} is {tuple(now.shape)} now and was {tuple(then.shape)}: expected weights "
+                "of one architecture"
+            )
+        total, common = total + float((now.double() - then.double()).square().sum()), common + 1
+    if not common:
+        raise ValueError(
+            f"no names in common: {', '.join(list(weights)[:3])}, … and "
+            f"{', '.join(list(start)[:3])}, …; expected two state_dicts of one architecture"
+        )
+    return total**0.5
+
+
+@torch.no_grad()
+def fingerprint(weights: Mapping[str, Tensor]) -> str:
+    """SHA-256 of a state_dict: names, shapes, types and bits, in the order of the names.
+
+    Equal for two runs' starts if and only if they began with the same weights.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(weights.items()):
+        tensor = _whole(tensor)
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU; put together from its shards where FSDP2 has sharded it."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()

@@ -1,0 +1,185 @@
+"""Beam search: against all continuations there are, against one prompt at a time, with VeRA."""
+
+import cpu_torchvision  # noqa: F401
+
+import itertools
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from datamodules import E2EData
+from datamodules.text import train_tokenizer
+from lightning_modules.decoding import NoRepeatAfterPrompt, generate
+from lightning_modules.vera import add_vera, merge
+
+
+def gpt2(vocab_size: int, spread: float = 0.5, seed: int = 0) -> GPT2LMHeadModel:
+    torch.manual_seed(seed)
+    config = GPT2Config(
+        vocab_size=vocab_size,
+        n_positions=256,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        initializer_range=spread,
+        bos_token_id=None,
+        eos_token_id=None,
+        loss_type="ForCausalLM",
+    )
+    return GPT2LMHeadModel(config).double()
+
+
+def words(*names: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of whole words; the first ends a text."""
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, names[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=names[0], pad_token=names[0]
+    )
+
+
+def prompt(*ids: int) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids)).long()}
+
+
+def best_of_all(
+    model: GPT2LMHeadModel, ids: list[int], ends: set[int], longest: int, n: int
+) -> list[int]:
+    """The best of all continuations, each scored as LoRA's code does; its last token included."""
+    scores = {}
+    for length in range(1, longest + 1):
+        for tail in itertools.product(range(model.config.vocab_size), repeat=length):
+            if ends & set(tail[:-1]) or (length < longest and tail[-1] not in ends):
+                continue
+            logits = model(torch.tensor([[*ids, *tail]])).logits[0].detach()
+            total = 0.0
+            for t, token in enumerate(tail):
+                now = logits[len(ids) - 1 + t].clone()
+                for start in range(t - n + 1 if n else 0):  # n-grams among tail[:t]
+                    if tail[start : start + n - 1] == tail[t - n + 1 : t]:
+                        now[tail[start + n - 1]] = -torch.inf
+                total += F.log_softmax(now, -1)[token].item()
+            scores[tail] = total / length**0.8
+    return list(max(scores, key=lambda tail: scores[tail]))
+
+
+@pytest.mark.parametrize("n", [0, 2])
+def test_as_many_beams_as_continuations_find_the_best_of_all(n: int) -> None:
+    tokenizer = words("</s>", "a", "b", "c")
+    found = []
+    for seed in range(6):
+        model = gpt2(4, spread=0.3, seed=seed).eval()
+        ids = [1, 2, 1, 2, 3]
+        best = best_of_all(model, ids, {0}, 4, n)
+        text = generate(
+            model, prompt(*ids), tokenizer, beams=108, max_new_tokens=4, no_repeat_ngram=n
+        )
+        assert text == [tokenizer.decode(best, skip_special_tokens=True).strip()]
+        found.append(best)
+    assert len(set(map(len, found))) > 1  # the length penalty has a say
+    repeats = [len(set(itertools.pairwise(tail))) < len(tail) - 1 for tail in found]
+    assert any(repeats) == (n == 0)
+
+
+def test_only_what_was_generated_may_not_be_repeated() -> None:
+    torch.manual_seed(0)
+    length, size, prefix = 30, 3, 12
+    ids = torch.randint(4, (50, prefix + length))
+    scores = NoRepeatAfterPrompt(size, prefix)(ids, torch.zeros(50, 4))
+    banned = 0
+    for row, given in zip(scores, ids[:, prefix:].tolist(), strict=True):
+        grams = [tuple(given[i : i + size]) for i in range(length - size + 1)]
+        expected = {gram[-1] for gram in grams if list(gram[:-1]) == given[1 - size :]}
+        assert {token for token in range(4) if row[token] == -torch.inf} == expected
+        banned += len(expected)
+    assert 0 < banned < 200
+    assert NoRepeatAfterPrompt(size, 40)(ids, torch.zeros(50, 4)).eq(0).all()
+
+
+@pytest.fixture(scope="module")
+def data() -> E2EData:
+    return E2EData(source="generated", vocab_size=300, eval_batch_size=4, eval_limit=4)
+
+
+def test_a_batch_is_as_one_by_one_with_vera_too(data: E2EData) -> None:
+    model = gpt2(data.vocab_size)
+    batch = next(iter(data.test_dataloader()))
+    assert not batch["attention_mask"].all(0).all()  # prompts differ in length
+
+    def texts(**changes: torch.Tensor) -> list[str]:
+        return generate(model, batch | changes, data.tokenizer, beams=3, max_new_tokens=8)
+
+    def one_by_one() -> list[str]:
+        rows = [ids[mask.bool()].tolist() for ids, mask, _ in zip(*batch.values(), strict=True)]
+        return [
+            generate(model, prompt(*row), data.tokenizer, beams=3, max_new_tokens=8)[0]
+            for row in rows
+        ]
+
+    base = texts()
+    assert base == one_by_one() and all(base)
+    assert base != texts(attention_mask=torch.ones_like(batch["attention_mask"]))
+
+    add_vera(model, 4, ["c_attn"])
+    assert texts() == base
+    for name, parameter in model.named_parameters():
+        if "vera_b" in name:
+            torch.nn.init.normal_(parameter)
+    adapted = texts()
+    assert adapted == one_by_one() != base
+    merge(model)
+    assert texts() == adapted
+
+
+def test_neither_dropout_nor_what_a_published_model_brings_has_a_say(data: E2EData) -> None:
+    model = gpt2(data.vocab_size).train()
+    batch = next(iter(data.test_dataloader()))
+
+    def texts() -> list[str]:
+        return generate(model, batch, data.tokenizer, beams=2, max_new_tokens=8)
+
+    first = texts()
+    assert texts() == first
+    assert model.training
+    defaults = {"do_sample": True, "temperature": 9.0, "repetition_penalty": 9.0}
+    model.generation_config.update(**defaults, no_repeat_ngram_size=1, eos_token_id=5)
+    assert texts() == first
+
+
+@pytest.mark.parametrize("one_token", [True, False])
+def test_a_blank_line_ends(one_token: bool) -> None:
+    text = " Good food.\n\n Yes."
+    tokenizer = train_tokenizer([text] * 9, 290 if one_token else 259)  # 259: bytes alone
+    blank = tokenizer.encode("\n\n", add_special_tokens=False)
+    assert len(blank) == (1 if one_token else 2)
+    good, yes = (tokenizer.encode(part, add_special_tokens=False) for part in text.split("\n\n"))
+    sequence = torch.tensor([[1, *good, *blank, *yes, 2]])
+    model = gpt2(len(tokenizer), spread=0.1).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    optimizer = torch.optim.Adam(model.parameters(), 0.03)
+    for _ in range(60):
+        loss = model(sequence, labels=sequence).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    steps = []
+    model.register_forward_hook(lambda *_: steps.append(1))
+    assert generate(model, prompt(1), tokenizer, beams=1) == ["Good food."]
+    assert len(steps) == (len(good) + 1 if one_token else sequence.shape[1] - 1)
+    for beams in (1, 4):
+        assert generate(model, prompt(1), tokenizer, beams=beams) == ["Good food."]
+        assert generate(model, prompt(1), tokenizer, beams=beams, stop=None) == [text.strip()]
+
+
+def test_bad_prompts(data: E2EData) -> None:
+    model = gpt2(data.vocab_size)
+    right = {"input_ids": torch.tensor([[3, 0]]), "attention_mask": torch.tensor([[1, 0]])}
+    with pytest.raises(ValueError, match="A prompt ends in padding, expected padding on the left"):
+        generate(model, right, data.tokenizer)
+    with pytest.raises(ValueError, match="200 tokens and max_new_tokens=64 .* the 256 positions"):
+        generate(model, prompt(*[3] * 200), data.tokenizer)
