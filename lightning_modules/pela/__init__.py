@@ -5,8 +5,10 @@ from lightning_modules.pela.energy import plan_energy
 from lightning_modules.pela.factorize import factorize, merge, plan_of, plan_uniform
 from lightning_modules.pela.features import Features
 from lightning_modules.pela.losses import feature_distillation, weight_perturbation
+from lightning_modules.pela.module import PELA
 
 __all__ = [
+    "PELA",
     "Calibration",
     "Features",
     "factorize",

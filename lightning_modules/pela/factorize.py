@@ -194,10 +194,10 @@ def factorize(
         skip: layers to leave alone, see `find_layers`. The released code keeps "attn.proj" of
             Swin, too.
         ranks: a plan to follow instead of ratio and skip: exactly its layers, at its ranks.
-        method: "svd" (exact, economy size), "randomized" (torch.svd_lowrank; near the exact
+        method: "svd" (exact, see `factors`), "randomized" (torch.svd_lowrank; near the exact
             error, and faster at ranks of a tenth of full, not at κ = 2) or "empty" (no values,
-            for weights that are about to be loaded). Computed in float32, or float64 for float64
-            weights, and rounded to the weight's type at the end.
+            for weights that are about to be loaded). Computed in at least float32 and rounded to
+            the weight's type at the end.
         moments: second moments (d_in, d_in) of the layers' inputs by layer name, from
             `Calibration`: the factors then minimise the error of the layer's output.
         progress: is called as progress(done, total, name) after each layer.
@@ -260,6 +260,11 @@ def factors(
 ) -> tuple[Tensor, Tensor]:
     """The two factors of a weight: U (rank, d_in) and V (d_out, rank), in the weight's type.
 
+    Only one side's singular vectors are decomposed for, as eigenvectors of the smaller of WᵀW and
+    WWᵀ; the other side's are W times those. V · U is therefore W projected on them, and its squared
+    error exceeds the discarded singular values' by rounding of the order of σ₁² times the type's
+    precision (1e-7 for float32), wherever the spectrum is cut.
+
     Args:
         weight: (d_out, d_in).
         rank: singular values to keep.
@@ -267,24 +272,37 @@ def factors(
         moment: second moment E[x xᵀ] of the layer's input, (d_in, d_in).
     """
     matrix, root = _whitened(weight, moment)
-    if randomized:
-        devices = [matrix.device] if matrix.is_cuda else []
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(0)
-            size = min(rank + 16, *matrix.shape)
-            a, sigma, b = torch.svd_lowrank(matrix, q=size, niter=4)
-        bt = b.T
-    elif matrix.shape[0] >= matrix.shape[1]:
-        a, sigma, bt = torch.linalg.svd(matrix, full_matrices=False)
-    else:  # LAPACK decomposes the tall transpose of a wide matrix in a third of the time
-        b, sigma, at = torch.linalg.svd(matrix.T, full_matrices=False)
-        a, bt = at.T, b.T
-    scale = sigma[:rank].sqrt()
-    v = a[:, :rank] * scale
-    u = scale[:, None] * bt[:rank]
+    if matrix.is_cuda:
+        matrix = matrix.double()  # float32 products may be TF32 there
+    wide = matrix.shape[0] < matrix.shape[1]
+    tall = matrix.T if wide else matrix
+    with torch.autocast(matrix.device.type, enabled=False):
+        basis = _leading_basis(tall, rank, randomized)
+        other = tall @ basis  # Σ times the basis of the other side
+        scale = other.norm(dim=0).clamp(min=torch.finfo(other.dtype).tiny).sqrt()
+        v, u = other / scale, (basis * scale).T
+    if wide:
+        v, u = u.T, v.T
     if root is not None:
-        u = torch.linalg.solve_triangular(root, u, upper=False, left=False)
+        u = torch.linalg.solve_triangular(root, u.to(root), upper=False, left=False)
     return u.to(weight.dtype).contiguous(), v.to(weight.dtype).contiguous()
+
+
+def _leading_basis(tall: Tensor, rank: int, randomized: bool) -> Tensor:
+    """The right singular vectors (n, rank) of the largest singular values of a matrix (m ≥ n, n).
+
+    Those are the eigenvectors of tallᵀ · tall, which take a fraction of the decomposition's time.
+    """
+    if not randomized:
+        gram = tall.new_zeros(tall.shape[1], tall.shape[1])
+        width = -(-tall.shape[1] // 4)
+        for start in range(0, tall.shape[1], width):  # of a symmetric matrix one triangle is enough
+            rows = slice(start, start + width)
+            gram[rows, start:] = tall[:, rows].T @ tall[:, start:]
+        return torch.linalg.eigh(gram, UPLO="U").eigenvectors[:, -rank:].flip(1)
+    with torch.random.fork_rng([tall.device] if tall.is_cuda else []):
+        torch.manual_seed(0)
+        return torch.svd_lowrank(tall, q=min(rank + 16, tall.shape[1]), niter=4)[2][:, :rank]
 
 
 @torch.no_grad()

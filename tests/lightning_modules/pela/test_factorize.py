@@ -156,6 +156,35 @@ def test_squared_error_is_the_discarded_singular_values(shape):
         torch.testing.assert_close(v.T @ v, sigma[:rank].diag())
 
 
+@pytest.mark.parametrize("shape", [(60, 90), (90, 60)])
+def test_squared_error_in_float32_is_within_its_rounding_of_the_largest_value(shape):
+    """A spectrum that falls to 1e-6, below what a float32 Gram matrix resolves."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (
+        torch.linalg.qr(torch.randn(n, n, dtype=torch.float64, generator=generator))[0][:, :60]
+        for n in shape
+    )
+    sigma = torch.logspace(0, -6, 60, dtype=torch.float64)
+    weight = (a * sigma @ b.T).float()
+    for rank in (1, 12, 30, 60):
+        u, v = (factor.double() for factor in factors(weight, rank))
+        lost = (v @ u - weight.double()).square().sum()
+        assert 0 <= lost - sigma[rank:].square().sum() + 1e-12 < 1e-7
+        torch.testing.assert_close(v.norm(dim=0), u.norm(dim=1), rtol=1e-3, atol=0)
+
+
+def test_a_zero_weight_has_zero_factors():
+    assert all(factor.abs().max() == 0 for factor in factors(torch.zeros(12, 20), 4))
+
+
+def test_autocast_does_not_round_the_factors():
+    weight = torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
+    expected = factors(weight, 10)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = factors(weight, 10)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 def test_error_with_moments_is_the_outputs_error():
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(24, 16, dtype=torch.float64, generator=generator)
