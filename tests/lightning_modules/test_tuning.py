@@ -1,0 +1,144 @@
+"""The usual methods: what each trains, to the parameter, and that each starts as the base."""
+
+import copy
+
+import pytest
+import timm
+import torch
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
+
+from lightning_modules.tuning import Tuning, trainable, tune
+
+METHODS = Tuning.__args__
+ADDING = ("lora", "lora_fa", "adapter_h", "adapter_l", "adapter_p", "adapter_d")
+TARGETS = {"bert": ["query", "value"], "gpt2": ["c_attn"], "vit": ["qkv"]}
+
+
+def bert():
+    config = BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=4, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=16, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0, initializer_range=0.5,
+    )  # fmt: skip
+    return BertForSequenceClassification(config), torch.arange(2, 12).view(2, 5)
+
+
+def gpt2():
+    config = GPT2Config(vocab_size=50, n_embd=16, n_layer=4, n_head=2, n_positions=16)
+    return GPT2LMHeadModel(config), torch.arange(2, 12).view(2, 5)
+
+
+def vit():
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=16, depth=4, num_heads=2,
+        num_classes=3,
+    )  # fmt: skip
+    return model, torch.randn(2, 3, 16, 16)
+
+
+FAMILIES = {"bert": bert, "gpt2": gpt2, "vit": vit}
+
+
+def logits(model, inputs):
+    output = model(inputs)
+    return output if torch.is_tensor(output) else output.logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", ADDING)
+def test_what_is_added_starts_as_the_base_and_learns(family, method):
+    torch.manual_seed(0)
+    model, inputs = FAMILIES[family]()
+    model.double().eval()
+    inputs = inputs.double() if inputs.is_floating_point() else inputs
+    base = logits(model, inputs)
+    tune(model, method, rank=2, targets=TARGETS[family])
+    model.double()
+    torch.testing.assert_close(logits(model, inputs), base, rtol=0, atol=1e-12)
+    optimizer = torch.optim.SGD(trainable(model).values(), lr=0.1)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for _ in range(2):  # the second step reaches what the zeros of the first shut off
+        optimizer.zero_grad()
+        logits(model, inputs).square().sum().backward()
+        optimizer.step()
+    moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved == set(trainable(model))
+
+
+def roberta_base():
+    """In the shape of RoBERTa-base, without memory."""
+    with torch.device("meta"):
+        return RobertaForSequenceClassification(
+            RobertaConfig(vocab_size=50265, type_vocab_size=1, max_position_embeddings=514)
+        )
+
+
+D, LAYERS, R = 768, 12, 8
+HEAD = D * D + D + D * 2 + 2
+NORMS = (2 * LAYERS + 1) * 2 * D
+ADAPTER = 2 * D * R + R + D
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("head", 0),
+        # embeddings' norm; q, k, v, output, both norms, and the two of the feed-forward part
+        ("bitfit", D + LAYERS * (4 * D + 2 * D + 3072 + D)),
+        ("lora", 2 * LAYERS * 2 * D * R),
+        ("lora_fa", 2 * LAYERS * D * R),
+        ("adapter_h", 2 * LAYERS * ADAPTER + NORMS),
+        ("adapter_l", LAYERS * (ADAPTER + 2 * D)),
+        ("adapter_p", LAYERS * ADAPTER),
+        ("adapter_d", LAYERS * ADAPTER + NORMS),
+    ],
+)
+def test_counts_of_roberta_base(method, expected):
+    model = roberta_base()
+    whole = sum(p.numel() for p in model.parameters())
+    tune(model, method, ["classifier"], R, ["query", "value"])
+    assert sum(p.numel() for p in trainable(model).values()) == expected + HEAD
+    assert tune(roberta_base(), "full") and whole > expected
+
+
+def test_full_trains_everything():
+    model, _ = bert()
+    model.requires_grad_(False)
+    assert set(trainable(tune(model, "full"))) == {name for name, _ in model.named_parameters()}
+
+
+def test_an_adapted_model_can_be_copied():
+    model, inputs = bert()
+    tune(model.eval(), "adapter_p", rank=2)
+    torch.nn.init.normal_(model.bert.encoder.layer[0].output.dense.adapter.up.weight)
+    twin = copy.deepcopy(model)
+    torch.nn.init.zeros_(model.bert.encoder.layer[0].output.dense.adapter.up.weight)
+    assert not torch.equal(logits(twin, inputs), logits(model, inputs))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"method": "prompt"}, "unknown method 'prompt': expected one of full, head"),
+        ({"method": "lora", "rank": 0}, "rank 0 is not a whole number of at least 1"),
+        ({"method": "head", "heads": ["score"]}, "begins with one of bert, dropout, classifier"),
+        ({"method": "lora", "targets": ["c_attn"]}, "c_attn"),
+    ],
+)
+def test_bad_input(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        tune(bert()[0], **arguments)
+
+
+def test_a_model_without_places_for_adapters():
+    with pytest.raises(ValueError, match="Sequential has no place for adapters"):
+        tune(torch.nn.Sequential(torch.nn.Linear(2, 2)), "adapter_h")
+    with pytest.raises(ValueError, match="no biases for bitfit"):
+        tune(torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False)), "bitfit")

@@ -1,0 +1,189 @@
+"""The LightningModules: what they train, with which learning rate, and what they score."""
+
+import math
+
+import pytest
+import torch
+from scipy.stats import pearsonr, spearmanr
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+
+from lightning_modules.vera import ImageTuning, LanguageTuning, TextTuning
+from lightning_modules.vera.module import IGNORED, classification_scores, loss_of
+
+BERT = {
+    "vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 32, "max_position_embeddings": 16,
+}  # fmt: skip
+GPT2 = {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
+VIT = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
+
+
+def text(num_classes=2, **arguments):
+    module = TextTuning(num_classes, "bert", model_args=BERT, rank=4, **arguments)
+    module.configure_model()
+    return module
+
+
+class FakeTrainer:
+    """Says how long training is, as configure_optimizers asks."""
+
+    estimated_stepping_batches = 100
+
+    class fit_loop:
+        _combined_loader = None
+
+
+def test_two_learning_rates():
+    module = text(lr=0.1, head_lr=0.01, weight_decay=0.5)
+    module.trainer = FakeTrainer()
+    setting = module.configure_optimizers()
+    found = {}
+    for group in setting["optimizer"].param_groups:
+        for parameter in group["params"]:
+            [name] = [n for n, p in module.model.named_parameters() if p is parameter]
+            found[name] = (group["initial_lr"], group["weight_decay"])
+    vectors = {n for n in found if "vera_" in n}
+    assert len(vectors) == 2 * 2 * 2 and len(found) == len(vectors) + 2
+    assert all(found[name] == (0.1, 0.0) for name in vectors)
+    assert found["classifier.weight"] == (0.01, 0.5) and found["classifier.bias"] == (0.01, 0.0)
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(0.06, 6), (20, 20), (0, 0)])
+def test_warmup_is_a_share_or_a_number_of_steps(warmup, steps):
+    module = text(warmup=warmup)
+    module.trainer = FakeTrainer()
+    schedule = module.configure_optimizers()["lr_scheduler"]["scheduler"]
+    factors = [schedule.lr_lambdas[0](step) for step in range(101)]
+    assert factors.index(max(factors)) == steps and factors[100] == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "heads", "adapted"),
+    [
+        (TextTuning(3, "bert", model_args=BERT, rank=4), ["classifier"], ("query", "value")),
+        (
+            TextTuning(2, "gpt2", model_args={**GPT2, "pad_token_id": 0}, rank=4),
+            ["score"],
+            ("c_attn",),
+        ),
+        (ImageTuning(3, "vit_tiny_patch16_224", model_args=VIT, rank=4), ["head"], ("qkv",)),
+        (LanguageTuning("gpt2", model_args=GPT2, rank=4), [], ("c_attn",)),
+    ],
+    ids=["bert", "gpt2", "vit", "language"],
+)
+def test_heads_and_targets_are_found(module, heads, adapted):
+    module.configure_model()
+    assert module.heads == heads
+    layers = module.model.vera.layers
+    assert {name.rpartition(".")[2] for name in layers} == set(adapted)
+    if adapted[0] in ("c_attn", "qkv"):
+        assert set(layers.values()) == {("q", "v")}
+
+
+def test_an_unknown_family_has_to_be_told_its_targets():
+    module = ImageTuning(3, "resnet18", rank=4)
+    with pytest.raises(ValueError, match=r"ResNet has no queries and values.*model\.targets"):
+        module.configure_model()
+
+
+@pytest.mark.parametrize("classes", [2, 4])
+def test_scores_are_of_the_whole_set(classes):
+    """Not the mean over batches, against scikit-learn; what only pads does not count."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(classes, (37,), generator=generator)
+    guesses = torch.where(torch.rand(37, generator=generator) < 0.6, labels, 0)
+    scores = classification_scores(classes)
+    for label, guess in zip(labels.split(5), guesses.split(5), strict=True):
+        scores.update(guess, label)
+    found = {name: value.item() for name, value in scores.compute().items()}
+    average = "binary" if classes == 2 else "macro"
+    assert found == pytest.approx(
+        {
+            "accuracy": accuracy_score(labels, guesses),
+            "f1": f1_score(labels, guesses, average=average),
+            "matthews": matthews_corrcoef(labels, guesses),
+        },
+        abs=1e-6,
+    )
+
+
+def test_regression_scores_are_of_the_whole_set():
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.rand(37, generator=generator) * 5
+    guesses = labels + torch.randn(37, generator=generator)
+    scores = classification_scores(1)
+    for label, guess in zip(labels.split(5), guesses.split(5), strict=True):
+        scores.update(guess, label)
+    found = {name: value.item() for name, value in scores.compute().items()}
+    expected = {"pearson": pearsonr, "spearman": spearmanr}
+    for name, reference in expected.items():
+        assert found[name] == pytest.approx(reference(guesses, labels).statistic, abs=1e-5)
+
+
+def test_padding_rows_are_left_out():
+    module = text()
+    module.eval()
+    ids = torch.arange(2, 14).view(3, 4)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    logits, targets = module.outputs({**batch, "labels": torch.tensor([1, IGNORED, 0])})
+    whole = module.predict_step({**batch, "labels": torch.tensor([1, 0, 0])}, 0)
+    assert torch.equal(logits, whole[[0, 2]]) and targets.tolist() == [1, 0]
+    module.validation_step({**batch, "labels": torch.full((3,), IGNORED)}, 0)
+    assert module.mean_loss.weight == 0
+
+
+def test_the_language_loss_is_the_mean_over_the_tokens_that_count():
+    """Against a loop over tokens, with label smoothing, in float64."""
+    module = LanguageTuning("gpt2", model_args=GPT2, rank=4, label_smoothing=0.1)
+    module.configure_model()
+    module.double().eval()
+    ids = torch.tensor([[5, 6, 7, 8, 9], [10, 11, 12, 0, 0]])
+    labels = torch.tensor([[IGNORED, IGNORED, 7, 8, 9], [IGNORED, 11, 12, IGNORED, IGNORED]])
+    mask = (ids > 0).long()
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    logits, targets = module.outputs(batch)
+    found = loss_of(logits, targets, 0.1)
+    everything = module.model(ids, attention_mask=mask).logits
+    losses = []
+    for row in range(2):
+        for place in range(1, 5):
+            if labels[row, place] != IGNORED:
+                log = everything[row, place - 1].log_softmax(-1)
+                losses.append(-(0.9 * log[labels[row, place]] + 0.1 * log.mean()).item())
+    assert len(losses) == 5
+    assert found.item() == pytest.approx(sum(losses) / 5, abs=1e-6)
+
+
+def test_loss_of_scores_is_their_squared_error():
+    assert loss_of(torch.tensor([1.0, 3.0]), torch.tensor([0.0, 1.0])).item() == 2.5
+    assert loss_of(torch.zeros(2, 4).bfloat16(), torch.tensor([0, 1])).item() == pytest.approx(
+        math.log(4)
+    )
+
+
+def test_only_the_method_trains():
+    module = text(num_classes=2)
+    ids = torch.arange(2, 14).view(3, 4)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    labels = torch.tensor([1, 0, 1])
+    loss_of(*module.outputs({**batch, "labels": labels})).backward()
+    with_gradient = {n for n, p in module.model.named_parameters() if p.grad is not None}
+    assert all("vera_" in name or name.startswith("classifier") for name in with_gradient)
+    assert any("vera_b" in name for name in with_gradient)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rank": 8}, "its rank is 8, this run's is 4"),
+        ({"projection_seed": 1}, "its projection_seed is 1"),
+        ({"method": "lora"}, "its method is 'lora', this run's is 'vera'"),
+        ({"architecture": "roberta"}, "its architecture is 'roberta'"),
+    ],
+)
+def test_the_checkpoint_of_another_model_is_refused(change, message):
+    module = text()
+    saved = {**module.hparams, **change}
+    module.on_load_checkpoint({"hyper_parameters": dict(module.hparams)})
+    with pytest.raises(ValueError, match=message):
+        module.on_load_checkpoint({"hyper_parameters": saved})
