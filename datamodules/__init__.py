@@ -5,6 +5,7 @@ import cpu_torchvision  # noqa: F401  (first: see its docstring)
 from datamodules.cub import CUBData
 from datamodules.detection import DetectionData
 from datamodules.digits import DigitsData
+from datamodules.domains import DomainData
 from datamodules.e2e import E2EData
 from datamodules.glue import GLUEData
 from datamodules.image_folders import ImageFolderData
@@ -18,6 +19,7 @@ __all__ = [
     "CUBData",
     "DetectionData",
     "DigitsData",
+    "DomainData",
     "E2EData",
     "GLUEData",
     "ImageFolderData",

@@ -79,7 +79,7 @@ class DetectionSet(Dataset):
     def collate(samples: list) -> tuple[Tensor, list[dict[str, Any]], Tensor]:
         """Images and places stacked; targets, whose sizes differ, in a list."""
         images, targets, places = zip(*samples, strict=True)
-        return default_collate(images), list(targets), default_collate(places)
+        return default_collate(list(images)), list(targets), default_collate(list(places))
 
 
 class DetectionData(PartsData):

@@ -89,7 +89,8 @@ def build_text(
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
         loading = {"quantization_config": bits, "dtype": torch.bfloat16}
-    return kind.from_pretrained(architecture, **loading, **model_args)
+    # it comes in eval mode, which Lightning would keep: training would be without dropout
+    return kind.from_pretrained(architecture, **loading, **model_args).train()
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:

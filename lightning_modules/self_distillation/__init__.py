@@ -16,14 +16,24 @@ from lightning_modules.self_distillation.mars import mars_project, mars_start
 from lightning_modules.self_distillation.masked_autoencoder import MaskedAutoencoder, mae_decoder
 from lightning_modules.self_distillation.masked_image import mask_patches, masked_autoencoding
 from lightning_modules.self_distillation.masked_text import mask_tokens, masked_language_modelling
+from lightning_modules.self_distillation.module import (
+    ImageAdaptation,
+    ImageFinetuning,
+    TextAdaptation,
+    TextFinetuning,
+)
 from lightning_modules.self_distillation.r3f import r3f
 from lightning_modules.self_distillation.recadam import RecAdam
 from lightning_modules.self_distillation.supcon import contrastive_loss
 from lightning_modules.self_distillation.tracking import distance, fingerprint
 
 __all__ = [
+    "ImageAdaptation",
+    "ImageFinetuning",
     "MaskedAutoencoder",
     "RecAdam",
+    "TextAdaptation",
+    "TextFinetuning",
     "contrastive_loss",
     "distance",
     "distillation",

@@ -22,7 +22,7 @@ from lightning_modules.optim import (
     training_steps,
     with_schedule,
 )
-from lightning_modules.tuning import Tuning, tune
+from lightning_modules.tuning import Tuning, trainable, tune
 from lightning_modules.vera.vera import Init, add_vera, in_heads
 from lightning_modules.weights import load_weights
 
@@ -160,7 +160,7 @@ class FineTuning(L.LightningModule):
     def on_train_start(self) -> None:
         """Write down how many parameters train: `tuned`, and `heads` besides."""
         assert self.model is not None
-        sizes = {"tuned": 0, "heads": 0}
+        sizes: dict[str, float] = {"tuned": 0, "heads": 0}
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 sizes["heads" if in_heads(name, self.heads) else "tuned"] += parameter.numel()
@@ -205,7 +205,7 @@ class FineTuning(L.LightningModule):
     def _report(self, stage: str) -> None:
         self.log(f"{stage}/loss", self.mean_loss.compute())
         for name, value in self.scores.compute().items():
-            self.log(f"{stage}/{name}", value, prog_bar=True)
+            self.log(f"{stage}/{name}", value.float(), prog_bar=True)
         self.mean_loss.reset()
         self.scores.reset()
 
@@ -360,6 +360,8 @@ class LanguageTuning(FineTuning):
         **kwargs: Any,
     ):
         super().__init__(architecture=architecture, **kwargs)
+        if quantize:  # see on_save_checkpoint
+            self.strict_loading = False
 
     def build(self) -> nn.Module:
         """A transformers model for causal language modelling."""
@@ -369,7 +371,7 @@ class LanguageTuning(FineTuning):
         )
         if h.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        return model
+        return model.train()  # from_pretrained leaves it without dropout, and Lightning as it is
 
     def default_targets(self) -> list[str]:
         """Queries and values (Section 4.2)."""
@@ -394,6 +396,33 @@ class LanguageTuning(FineTuning):
         assert self.model is not None
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         return self.model(**inputs, use_cache=False).logits
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep only what trains of a quantised model.
+
+        bitsandbytes writes its 4-bit weights into a state_dict and cannot read them back; the base
+        comes from its name again (`pretrained`).
+        """
+        if self.settings.quantize:
+            state = checkpoint["state_dict"]
+            checkpoint["state_dict"] = {name: state[name] for name in self._trained()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse the checkpoint of another model or method.
+
+        Raises:
+            ValueError: naming what differs.
+        """
+        super().on_load_checkpoint(checkpoint)
+        if self.settings.quantize and (wrong := self._trained() ^ checkpoint["state_dict"].keys()):
+            raise ValueError(
+                f"this checkpoint of a quantised model holds other parameters than train here, "
+                f"{min(wrong)} for one: give the one that a run with these settings wrote"
+            )
+
+    def _trained(self) -> set[str]:
+        assert self.model is not None
+        return {f"model.{name}" for name in trainable(self.model)}
 
 
 def loss_of(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:

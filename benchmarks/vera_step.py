@@ -1,0 +1,320 @@
+"""A training step with VeRA beside peft's VeRA and peft's LoRA, in time, multiply-adds and memory.
+
+    python -m benchmarks.vera_step                         under ten minutes on one core
+    python -m benchmarks.vera_step --quick                 a few seconds: does it run
+    python -m benchmarks.vera_step --tokens 8192 --layers 12 --ranks 1024
+
+Forward, backward and AdamW step of RoBERTa-base's shape (random weights, sequences of 128 tokens,
+its own dropout of 0.1, query and value adapted, the classifier trained), against peft's VeRA of the
+same rank and peft's LoRA of rank 8, of 1,024 and 8,192 tokens.
+
+1. Time: ours over peft's VeRA; goals 0.92 and 0.80.
+2. What VeRA adds to LoRA's step, beside what its further multiply-adds predict: the goal is that
+   the time grows by at most 1.1 times what they predict. They are counted in the run itself, from
+   every matrix product of forward and backward, so they are those of the path that was taken.
+3. Peak memory of a step, above what stands before it (weights, moments of AdamW).
+
+8,192 tokens are measured with three layers unless --layers says otherwise: depth changes little in
+the ratio and nothing in the path taken, and twelve take four times as long. Rivals take turns, and
+a ratio is the median over rounds of the ratio within a round, with the least and the greatest
+behind it. On one CPU thread, the default, time is the processor's, so that other processes on the
+machine do not count.
+"""
+
+import cpu_torchvision  # noqa: F401  (first: see its docstring)
+
+import argparse
+import functools
+import json
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, VeraConfig, get_peft_model
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from transformers import RobertaConfig, RobertaForSequenceClassification
+
+from benchmarks.matformer_latency import machine, markdown
+from lightning_modules.vera import add_vera
+
+TARGETS = ["query", "value"]
+LORA_RANK = 8
+EXCESS_GOAL = 1.1
+GOALS = {1024: 0.92, 8192: 0.80}  # ours over peft's VeRA, by tokens
+LAYERS = {1024: 12, 8192: 3}
+
+
+@dataclass
+class Case:
+    """RoBERTa of one size at one batch size.
+
+    Attributes:
+        batch, length: B rows of N tokens.
+        layers, hidden: the model's; as RoBERTa's, the feed-forward network is 4 times as wide.
+    """
+
+    batch: int
+    length: int
+    layers: int = 12
+    hidden: int = 768
+
+    def build(self) -> nn.Module:
+        """A RoBERTa with a classifier, random weights, the same ones every time."""
+        torch.manual_seed(0)
+        config = RobertaConfig(
+            vocab_size=50265 if self.hidden == 768 else 100,
+            hidden_size=self.hidden,
+            intermediate_size=4 * self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=max(self.hidden // 64, 1),
+            max_position_embeddings=514,
+            type_vocab_size=1,
+        )
+        return RobertaForSequenceClassification(config)
+
+    def ids(self, device: torch.device) -> torch.Tensor:
+        """(B, N)."""
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(5, 100, (self.batch, self.length), generator=generator).to(device)
+
+    @property
+    def tokens(self) -> int:
+        """B·N."""
+        return self.batch * self.length
+
+    def __str__(self) -> str:
+        return f"{self.tokens:,} tokens, {self.layers} layers"
+
+
+def lora(case: Case) -> nn.Module:
+    """peft's LoRA."""
+    config = LoraConfig(r=LORA_RANK, target_modules=TARGETS, task_type="SEQ_CLS")
+    return get_peft_model(case.build(), config)
+
+
+def peft_vera(case: Case, rank: int) -> nn.Module:
+    """peft's VeRA."""
+    config = VeraConfig(r=rank, target_modules=TARGETS, task_type="SEQ_CLS")
+    return get_peft_model(case.build(), config)
+
+
+def our_vera(case: Case, rank: int) -> nn.Module:
+    """VeRA of this repository."""
+    return add_vera(case.build(), rank, TARGETS, heads=["classifier"])
+
+
+def training_step(model: nn.Module, case: Case, device: torch.device) -> Callable[[], None]:
+    """Forward, backward and AdamW step; no gradient is left behind."""
+    ids = case.ids(device)
+    labels = torch.arange(case.batch, device=device) % 2
+    model.to(device).train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+
+    def step(ids: torch.Tensor = ids) -> None:
+        model(input_ids=ids, labels=labels[: len(ids)]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(ids[:1, :8])  # what a first call makes, AdamW's moments say, is no part of later steps
+    return step
+
+
+def peak_bytes(call: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
+    """The most memory that tensors take at once in a call, beyond what stood before, and what the
+    call returns.
+    """
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        result = call()
+        return torch.cuda.max_memory_allocated(device) - before, result
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = call()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    records = [event["args"] for event in events if event["name"] == "[memory]"]
+    before = records[0]["Total Allocated"] - records[0]["Bytes"]
+    return max(record["Total Allocated"] for record in records) - before, result
+
+
+def macs_of(call: Callable[[], Any]) -> tuple[int, Any]:
+    """Multiply-adds of all matrix products of a call, and what it returns."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+    def attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return sdpa_flop_count(query, key, value)
+
+    # The counter does not know the CPU's attention kernel, which serves where nothing is dropped.
+    with FlopCounterMode(display=False, custom_mapping={kernel: attention}) as counter:
+        result = call()
+    return counter.get_total_flops() // 2, result
+
+
+def rounds(
+    rivals: dict[str, Callable[[], Any]], repeats: int, seconds: float, device: torch.device
+) -> list[dict[str, float]]:
+    """Seconds that each rival took, round by round, in turns.
+
+    On one CPU thread they are those of the processor and not of the wall: the same where the
+    machine is free, and still right where it is not.
+
+    Args:
+        rivals: what to call, by name; each has been called before.
+        repeats: rounds at most.
+        seconds: no further round starts after this long, but three are always measured.
+        device: is waited for before each reading of the clock.
+    """
+
+    def clock() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        elif torch.get_num_threads() == 1:
+            return time.process_time()
+        return time.perf_counter()
+
+    measured: list[dict[str, float]] = []
+    end = time.perf_counter() + seconds
+    while len(measured) < repeats and (len(measured) < 3 or time.perf_counter() < end):
+        took = {}
+        for name, call in rivals.items():
+            start = clock()
+            call()
+            took[name] = clock() - start
+        measured.append(took)
+    return measured
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median, least and greatest."""
+    return f"{statistics.median(values):.3f} ({min(values):.3f}–{max(values):.3f})"
+
+
+def compare(
+    case: Case, ranks: Sequence[int], repeats: int, seconds: float, device: torch.device
+) -> tuple[list[list[str]], list[list[str]], list[list[str]]]:
+    """Rows of the three tables for one model at one batch size.
+
+    Raises:
+        RuntimeError: if ours and peft's VeRA do not train equally many parameters.
+    """
+    models = {"lora": lora(case)}
+    for rank in ranks:
+        pair = {f"ours {rank}": our_vera(case, rank), f"peft {rank}": peft_vera(case, rank)}
+        trained = [
+            sum(p.numel() for p in model.parameters() if p.requires_grad) for model in pair.values()
+        ]
+        if trained[0] != trained[1]:
+            raise RuntimeError(f"rank {rank}: ours trains {trained[0]} numbers, peft {trained[1]}")
+        models |= pair
+    calls = {name: training_step(model, case, device) for name, model in models.items()}
+    macs, memory = {}, {}
+    for name, call in calls.items():
+        memory[name], (macs[name], _) = peak_bytes(functools.partial(macs_of, call), device)
+    measured = rounds(calls, repeats, seconds, device)
+
+    def ratios(name: str, other: str) -> list[float]:
+        return [took[name] / took[other] for took in measured]
+
+    goal = GOALS.get(case.tokens)
+    times, excesses, peaks = [], [], []
+    for rank in ranks:
+        ours, peft = f"ours {rank}", f"peft {rank}"
+        ratio = statistics.median(ratios(ours, peft))
+        verdict = "–" if goal is None else f"{goal}: {'met' if ratio <= goal else 'missed'}"
+        times.append(
+            [
+                str(case),
+                str(rank),
+                spread(ratios(ours, peft)),
+                verdict,
+                f"{macs[ours] / macs[peft]:.3f}",
+                f"{macs['lora'] / macs[peft]:.3f}",
+                str(len(measured)),
+            ]
+        )
+        for label, name in (("ours", ours), ("peft's", peft)):
+            excess = statistics.median(ratios(name, "lora")) - 1
+            predicted = macs[name] / macs["lora"] - 1
+            share = excess / predicted
+            verdict = "met" if share <= EXCESS_GOAL else "missed"
+            excesses.append(
+                [
+                    str(case),
+                    str(rank),
+                    label,
+                    f"{(macs[name] - macs['lora']) / 1e9:.3f} G",
+                    spread(ratios(name, "lora")),
+                    f"{1 + predicted:.3f}",
+                    f"{share:.2f}",
+                    verdict if label == "ours" else "–",
+                ]
+            )
+        peaks.append(
+            [
+                str(case),
+                str(rank),
+                *(f"{memory[name] / 2**20:,.1f}" for name in ("lora", peft, ours)),
+                f"{memory[ours] / memory[peft]:.3f}",
+                f"{memory[ours] / memory['lora']:.3f}",
+            ]
+        )
+    return times, excesses, peaks
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, and print Markdown."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--repeats", type=int, default=8, help="rounds at most (default: 8)")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="about, for each size (default: 60)"
+    )
+    parser.add_argument("--quick", action="store_true", help="a toy model, three rounds")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
+    parser.add_argument("--tokens", type=int, nargs="+", choices=list(GOALS), default=list(GOALS))
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1024, 256])
+    parser.add_argument("--layers", type=int, help="(default: 12, and 3 for 8,192 tokens)")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda"
+    )
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options = parser.parse_args(arguments)
+    if options.repeats < 1:
+        parser.error(f"--repeats {options.repeats}: expected at least 1")
+    torch.set_num_threads(options.threads)
+    device = torch.device(options.device)
+    cases = [Case(n // 128, 128, options.layers or LAYERS[n]) for n in options.tokens]
+    ranks, repeats = options.ranks, options.repeats
+    if options.quick:
+        cases, ranks, repeats = [Case(4, 16, layers=2, hidden=32)], [32, 16], min(repeats, 3)
+    results = [compare(case, ranks, repeats, options.seconds, device) for case in cases]
+    times, excesses, peaks = (
+        [r for rows in table for r in rows] for table in zip(*results, strict=True)
+    )
+    command = shlex.join(["python", "-m", "benchmarks.vera_step", *arguments])
+    print(f"`{command}` · {machine(device)} · {time.strftime('%Y-%m-%d')}\n")
+    print("Training step, time over peft's VeRA: median (least–greatest) of paired rounds.\n")
+    header = ["step", "rank", "ours / peft's VeRA", "goal", "predicted (multiply-adds)"]
+    print(markdown([*header, "LoRA's, predicted", "rounds"], times))
+    print(f"\nWhat VeRA adds to LoRA's step (rank {LORA_RANK}), and what multiply-adds predict;")
+    print(f"goal: ours adds at most {EXCESS_GOAL} times the predicted.\n")
+    header = ["step", "rank", "VeRA", "further multiply-adds", "time / LoRA's", "predicted"]
+    print(markdown([*header, "excess / predicted excess", "goal"], excesses))
+    print("\nPeak memory of a step in MiB, above the weights and AdamW's moments.\n")
+    header = ["step", "rank", "LoRA", "peft's VeRA", "ours", "ours / peft's VeRA", "ours / LoRA"]
+    print(markdown(header, peaks))
+
+
+if __name__ == "__main__":
+    main()
