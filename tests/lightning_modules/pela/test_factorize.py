@@ -166,15 +166,17 @@ def test_squared_error_in_float32_is_within_its_rounding_of_the_largest_value(sh
     )
     sigma = torch.logspace(0, -6, 60, dtype=torch.float64)
     weight = (a * sigma @ b.T).float()
+    best = torch.linalg.svdvals(weight.double()).square()
     for rank in (1, 12, 30, 60):
         u, v = (factor.double() for factor in factors(weight, rank))
         lost = (v @ u - weight.double()).square().sum()
-        assert 0 <= lost - sigma[rank:].square().sum() + 1e-12 < 1e-7
+        assert abs(lost - best[rank:].sum()) < 1e-6 * best[0]
         torch.testing.assert_close(v.norm(dim=0), u.norm(dim=1), rtol=1e-3, atol=0)
 
 
 def test_a_zero_weight_has_zero_factors():
-    assert all(factor.abs().max() == 0 for factor in factors(torch.zeros(12, 20), 4))
+    u, v = factors(torch.zeros(12, 20), 4)
+    assert v.abs().max() < 1e-15 and u.abs().max() < 1e-15
 
 
 def test_autocast_does_not_round_the_factors():

@@ -1,0 +1,299 @@
+"""What a low-rank model (PELA, arXiv 2310.10700) saves, measured, as ratios of times.
+
+    python benchmarks/pela_speed.py                       five to ten minutes on one core
+    python benchmarks/pela_speed.py --only factorize      one of the four tables
+    python benchmarks/pela_speed.py --quick               seconds: does it run
+
+1. inference: a forward pass, dense over low-rank (κ = 2), beside the ratio of their multiply-adds:
+   the goal is at least 0.9 of that ratio.
+2. training: the same for forward, backward and AdamW step.
+3. tuning: a training step and its peak memory, low-rank with all weights trained, over peft's
+   LoRA on the dense model; and LoRA on the low-rank model. The goal is less of both.
+4. factorize: `factorize` on deit_base against the released code's way, a singular value
+   decomposition with full matrices of each weight; the goal is five times faster.
+
+Rivals take turns and a ratio is the median over rounds, as in matformer_latency.py.
+"""
+
+import cpu_torchvision  # noqa: F401  (first: see its docstring)
+
+import argparse
+import copy
+import multiprocessing
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from matformer_latency import machine, markdown, ratio, rounds
+from torch import nn
+
+from lightning_modules.counting import count_macs, count_parameters
+from lightning_modules.pela import factorize, plan_uniform
+from lightning_modules.pela.factorize import low_rank_layers
+
+KAPPA = 2.0
+SPEED_UP, FACTORIZE = 0.9, 5.0  # goals: share of the multiply-add ratio; times faster
+LORA_RANK = 16
+CLASSES = 1000
+SYSTEMS = ("dense, all weights", "dense, LoRA", "low-rank, all weights", "low-rank, LoRA")
+
+
+@dataclass
+class Case:
+    """One model at one batch size.
+
+    Attributes:
+        name: timm architecture.
+        batch: images in a batch.
+        model_args: further arguments of timm.create_model.
+    """
+
+    name: str
+    batch: int
+    model_args: dict[str, Any] = field(default_factory=dict)
+
+    def build(self, low_rank: bool, device: torch.device) -> nn.Module:
+        """The model with random weights; the factors are not computed, time does not need them."""
+        torch.manual_seed(0)
+        model = timm.create_model(self.name, num_classes=CLASSES, **self.model_args)
+        if low_rank:
+            factorize(model, KAPPA, method="empty")
+            for layer in low_rank_layers(model).values():  # what was empty may be slow denormals
+                nn.init.normal_(layer.u.weight, std=0.02)
+                nn.init.normal_(layer.v.weight, std=0.02)
+        return model.to(device)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """(B, 3, H, W)."""
+        size = self.model_args.get("img_size", 224)
+        return (self.batch, 3, size, size)
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.input_shape[-1]}, batch {self.batch}"
+
+
+QUICK = Case("vit_tiny_patch16_224", 2, {"img_size": 32, "depth": 2})
+INFERENCE = [Case("vit_base_patch16_224", 16), Case("vit_small_patch16_224", 16)]
+TRAINING = {
+    "cpu": [Case("vit_base_patch16_224", 4), Case("vit_small_patch16_224", 16)],
+    "cuda": [Case("vit_base_patch16_224", 64), Case("vit_small_patch16_224", 64)],
+}
+TUNING = {"cpu": Case("vit_base_patch16_224", 4), "cuda": Case("vit_base_patch16_224", 64)}
+FACTORIZED = "deit_base_patch16_224"
+
+
+def speed_up(
+    case: Case, train: bool, repeats: int, seconds: float, device: torch.device
+) -> list[str]:
+    """Table row: the speed-up of low rank beside the ratio of multiply-adds."""
+    models = {"dense": case.build(False, device), "low-rank": case.build(True, device)}
+    macs = [count_macs(model, case.input_shape) for model in models.values()]
+    if train:
+        calls = {name: training_step(model, case, device) for name, model in models.items()}
+        measured = rounds(calls, repeats, seconds, device)
+    else:
+        for model in models.values():
+            model.eval()
+        images = torch.randn(case.input_shape, device=device)
+        calls = {n: (lambda model=model: model(images)) for n, model in models.items()}
+        with torch.no_grad():
+            measured = rounds(calls, repeats, seconds, device)
+    found, expected = ratio(measured, "dense", "low-rank"), macs[0] / macs[1]
+    return [
+        str(case),
+        f"{macs[0] / case.batch / 1e9:.3f} G → {macs[1] / case.batch / 1e9:.3f} G",
+        f"{expected:.3f}",
+        f"{found:.3f}",
+        f"{found / expected:.3f}",
+        "met" if found >= SPEED_UP * expected else "missed",
+        str(len(measured)),
+    ]
+
+
+def training_step(model: nn.Module, case: Case, device: torch.device) -> Callable[[], None]:
+    """Forward, backward and AdamW step on a fixed batch."""
+    images = torch.randn(case.input_shape, device=device)
+    labels = torch.randint(CLASSES, (case.batch,), device=device)
+    model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+
+    return step
+
+
+def system(name: str, case: Case, device: torch.device) -> nn.Module:
+    """One of SYSTEMS; LoRA acts on every layer that PELA factorises, and the head is trained."""
+    low_rank, lora = name.startswith("low-rank"), name.endswith("LoRA")
+    model = case.build(low_rank, device)
+    if not lora:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    with torch.device("meta"):
+        dense = timm.create_model(case.name, num_classes=CLASSES, **case.model_args)
+    targets = list(plan_uniform(dense, KAPPA))
+    if low_rank:
+        targets = [f"{target}.{part}" for target in targets for part in "uv"]
+    config = LoraConfig(r=LORA_RANK, target_modules=targets, modules_to_save=["head"])
+    return get_peft_model(model, config)  # type: ignore[arg-type]
+
+
+def tuning(case: Case, repeats: int, seconds: float, device: torch.device) -> list[list[str]]:
+    """Table rows: a fine-tuning step's time and peak memory over those of LoRA on dense."""
+    models = {name: system(name, case, device) for name in SYSTEMS}
+    trained = {
+        name: sum(p.numel() for p in model.parameters() if p.requires_grad)
+        for name, model in models.items()
+    }
+    sizes = {name: count_parameters(model) for name, model in models.items()}
+    calls = {name: training_step(model, case, device) for name, model in models.items()}
+    measured = rounds(calls, repeats, seconds, device)
+    del models, calls
+    peaks = {name: peak_memory(name, case, device) for name in SYSTEMS}
+    rows = []
+    for name in SYSTEMS:
+        took, held = ratio(measured, name, "dense, LoRA"), peaks[name] / peaks["dense, LoRA"]
+        verdicts = ["met" if value < 1 else "missed" for value in (took, held)]
+        if name.startswith("dense"):
+            verdicts = ["", ""]
+        rows.append(
+            [
+                f"{case}: {name}",
+                f"{sizes[name] / 1e6:.1f} M",
+                f"{trained[name] / 1e6:.1f} M",
+                f"{took:.3f}",
+                verdicts[0],
+                f"{peaks[name] / 2**20:,.0f} MiB",
+                f"{held:.3f}",
+                verdicts[1],
+                str(len(measured)),
+            ]
+        )
+    return rows
+
+
+def peak_memory(name: str, case: Case, device: torch.device) -> int:
+    """Bytes at most in use over three training steps, beyond the libraries' own.
+
+    Allocated memory on a GPU; on a CPU the resident memory of a process that does nothing else.
+    """
+    if device.type == "cuda":
+        return _steps_in_memory(name, case, "cuda")
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(_steps_in_memory, name, case, "cpu").result()
+
+
+def _steps_in_memory(name: str, case: Case, kind: str) -> int:
+    import peft  # noqa: F401  (in every process, so that the libraries weigh the same)
+
+    device = torch.device(kind)
+    torch.set_num_threads(1)
+    if kind == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+    else:
+        before = _resident("VmRSS")
+    step = training_step(system(name, case, device), case, device)
+    for _ in range(3):
+        step()
+    after = torch.cuda.max_memory_allocated(device) if kind == "cuda" else _resident("VmHWM")
+    return after - before
+
+
+def _resident(field_name: str) -> int:
+    status = Path("/proc/self/status").read_text()  # getrusage inherits the parent's peak
+    found = re.search(rf"^{field_name}:\s+(\d+) kB$", status, re.M)
+    if found is None:
+        raise RuntimeError(f"/proc/self/status has no {field_name}: peak memory needs Linux")
+    return int(found.group(1)) * 1024
+
+
+def factorizing(name: str, repeats: int, seconds: float, device: torch.device) -> list[str]:
+    """Table row: `factorize` against the released code's decomposition."""
+    torch.manual_seed(0)
+    model = timm.create_model(name).to(device)
+    plan = plan_uniform(model, KAPPA)
+    weights = {layer: model.get_submodule(layer).weight.detach() for layer in plan}
+
+    def full_matrices() -> None:
+        for layer, weight in weights.items():
+            a, sigma, b = torch.linalg.svd(weight)
+            root = sigma[: plan[layer]].sqrt()
+            a[:, : plan[layer]] * root
+            root[:, None] * b[: plan[layer]]
+
+    # the copies are made beforehand, each for one call
+    copies = iter([copy.deepcopy(model) for _ in range(repeats + 1)])
+    calls = {"full": full_matrices, "ours": lambda: factorize(next(copies), ranks=plan)}
+    measured = rounds(calls, repeats, seconds, device)
+    found = ratio(measured, "full", "ours")
+    met = "met" if found >= FACTORIZE else "missed"
+    return [name, f"{len(plan)}", f"{found:.2f}", met, str(len(measured))]
+
+
+TABLES = ("inference", "training", "tuning", "factorize")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, and print Markdown."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--only", choices=TABLES, help="one table (default: all)")
+    parser.add_argument("--repeats", type=int, default=20, help="rounds at most (default: 20)")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="about, for each table (default: 60)"
+    )
+    parser.add_argument("--quick", action="store_true", help="a toy model, three rounds")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda"
+    )
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options = parser.parse_args(arguments)
+    if options.repeats < 1:
+        parser.error(f"--repeats {options.repeats}: expected at least 1")
+    device = torch.device(options.device)
+    repeats = min(options.repeats, 3) if options.quick else options.repeats
+    tables = [options.only] if options.only else TABLES
+    command = shlex.join(["python", "benchmarks/pela_speed.py", *arguments])
+    print(f"`{command}` · {machine(device)} · {time.strftime('%Y-%m-%d')}")
+    for table, train in (("inference", False), ("training", True)):
+        if table in tables:
+            cases = TRAINING[device.type] if train else INFERENCE
+            cases = [QUICK] if options.quick else cases
+            share = options.seconds / len(cases)
+            rows = [speed_up(case, train, repeats, share, device) for case in cases]
+            print(f"\n{table.capitalize()}: time of dense over time of low-rank, κ = {KAPPA:g};")
+            print(f"goal: at least {SPEED_UP} of the ratio of multiply-adds.\n")
+            header = ["model", "multiply-adds / image", "their ratio", "speed-up"]
+            print(markdown([*header, "share", "goal", "rounds"], rows))
+    if "tuning" in tables:
+        case = QUICK if options.quick else TUNING[device.type]
+        rows = tuning(case, repeats, options.seconds, device)
+        print(f"\nTuning: one step, over LoRA (rank {LORA_RANK}) on the dense model;")
+        print("goals: less time, less memory.\n")
+        header = ["system", "parameters", "trained", "time", "goal", "peak memory", "over LoRA's"]
+        print(markdown([*header, "goal", "rounds"], rows))
+    if "factorize" in tables:
+        name = "vit_tiny_patch16_224" if options.quick else FACTORIZED
+        row = factorizing(name, repeats, options.seconds, device)
+        print("\nFactorising: time of SVDs with full matrices over time of `factorize`, κ = 2;")
+        print(f"goal: at least {FACTORIZE:g}.\n")
+        print(markdown(["model", "layers", "times faster", "goal", "rounds"], [row]))
+
+
+if __name__ == "__main__":
+    main()

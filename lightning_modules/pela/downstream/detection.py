@@ -1,0 +1,106 @@
+"""Deformable DETR on a pyramid of feature maps: boxes with classes.
+
+The paper detects with Mask and Cascade R-CNN of mmdetection. Deformable DETR (arXiv 2010.04159)
+takes the same backbone as a drop-in, reads the same pyramid, and needs no compiled operator.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import DeformableDetrConfig, DeformableDetrForObjectDetection, TimmBackboneConfig
+
+from lightning_modules.pela.downstream.pyramid import Pyramid
+
+# a small backbone that the model is built with and that is then taken out
+STAND_IN = TimmBackboneConfig(backbone="test_resnet", out_indices=[1, 2, 3])  # type: ignore[call-arg]
+PRIOR = 0.01  # probability of a class at the start
+
+
+class _Maps(nn.Module):
+    """A pyramid as transformers' model takes it: each map with its mask."""
+
+    def __init__(self, pyramid: Pyramid):
+        super().__init__()
+        self.pyramid = pyramid
+
+    def forward(self, images: Tensor, mask: Tensor) -> list[tuple[Tensor, Tensor]]:
+        maps = self.pyramid(images)
+        masks = [F.interpolate(mask[None].float(), size=m.shape[-2:])[0].bool() for m in maps]
+        return list(zip(maps, masks, strict=True))
+
+
+class Detector(nn.Module):
+    """transformers' Deformable DETR with a pyramid in the place of its convolutional backbone.
+
+    It reads three maps, of 8, 16 and 32 pixels a step, and a fourth that it makes of the last.
+
+    Args:
+        pyramid: what it reads, with finest=1.
+        num_classes: K.
+        settings: further arguments of DeformableDetrConfig (num_queries, encoder_layers, …).
+    """
+
+    def __init__(self, pyramid: Pyramid, num_classes: int, settings: dict[str, Any] | None = None):
+        super().__init__()
+        arguments = {"auxiliary_loss": True, **(settings or {}), "num_labels": num_classes}
+        config = DeformableDetrConfig(backbone_config=STAND_IN, **arguments)
+        self.detr = DeformableDetrForObjectDetection(config)
+        inner: Any = self.detr.model
+        inner.backbone = _Maps(pyramid)
+        *projections, extra = inner.input_proj
+        for projection, channels in zip(projections, pyramid.channels, strict=True):
+            projection[0] = nn.Conv2d(channels, config.d_model, kernel_size=1)
+        extra[0] = nn.Conv2d(channels, config.d_model, kernel_size=3, stride=2, padding=1)
+        self._start()
+
+    @torch.no_grad()
+    def _start(self) -> None:
+        """As Deformable DETR starts to train, which transformers leaves out: rare, small boxes."""
+        heads: Any = self.detr
+        for classify in heads.class_embed:
+            classify.bias.fill_(-math.log(1 / PRIOR - 1))
+        for locate in heads.bbox_embed:
+            last = locate.layers[-1]
+            last.weight.zero_()
+            last.bias.copy_(torch.tensor([0.0, 0.0, -2.0, -2.0]))
+
+    def forward(
+        self, images: Tensor, targets: list[dict[str, Tensor]] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Class logits (B, Q, K), boxes (B, Q, 4) and, with targets, the loss.
+
+        Boxes are (centre x, centre y, width, height) as shares of the image's sides. The loss is
+        DETR's: focal, L1 and generalised IoU after bipartite matching, of every decoder layer.
+
+        Args:
+            images: (B, 3, H, W).
+            targets: for each image "class_labels" (n,) and "boxes" (n, 4); one box at least in
+                the whole batch.
+        """
+        found = self.detr(pixel_values=images, labels=targets)
+        return found.logits, found.pred_boxes, found.loss
+
+
+def postprocess(logits: Tensor, boxes: Tensor, sides: Tensor, most: int = 100) -> list[dict]:
+    """The best boxes of each image in pixels, for torchmetrics' MeanAveragePrecision.
+
+    Args:
+        logits: (B, Q, K).
+        boxes: (B, Q, 4), see `Detector`.
+        sides: (B,), the length in pixels of the side that 1 stands for.
+        most: boxes of an image to keep, of all pairs of query and class.
+
+    Returns:
+        For each image "scores" (most,), "labels" (most,) and "boxes" (most, 4) as corners
+        (x1, y1, x2, y2).
+    """
+    scores, places = logits.sigmoid().flatten(1).topk(min(most, logits[0].numel()))
+    queries, labels = places // logits.shape[-1], places % logits.shape[-1]
+    centre, size = boxes.split(2, dim=-1)
+    corners = torch.cat([centre - size / 2, centre + size / 2], dim=-1)
+    corners = corners.gather(1, queries[..., None].expand(-1, -1, 4)) * sides[:, None, None]
+    parts = zip(scores, labels, corners, strict=True)
+    return [{"scores": s, "labels": k, "boxes": c} for s, k, c in parts]

@@ -1,0 +1,58 @@
+"""UPerNet on a pyramid of feature maps: a class for every pixel."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import UperNetConfig
+from transformers.models.upernet.modeling_upernet import UperNetFCNHead, UperNetHead
+
+from lightning_modules.pela.downstream.pyramid import Pyramid
+
+
+class Segmenter(nn.Module):
+    """transformers' UPerNet head (arXiv 1807.10221) and its auxiliary FCN head.
+
+    Args:
+        pyramid: what they read.
+        num_classes: K.
+        channels: of the head; the auxiliary head has half as many.
+    """
+
+    def __init__(self, pyramid: Pyramid, num_classes: int, channels: int = 512):
+        super().__init__()
+        config: Any = UperNetConfig(hidden_size=channels, auxiliary_channels=channels // 2)
+        config.num_labels = num_classes
+        self.pyramid = pyramid
+        self.head = UperNetHead(config, pyramid.channels)
+        self.auxiliary = UperNetFCNHead(config, pyramid.channels)
+
+    def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Logits (B, K, H, W) for images (B, 3, H, W); in training the auxiliary head's too."""
+        maps = self.pyramid(images)
+        size = images.shape[-2:]
+        logits = F.interpolate(self.head(maps), size, mode="bilinear")
+        if not self.training:
+            return logits
+        return logits, F.interpolate(self.auxiliary(maps), size, mode="bilinear")
+
+
+def segmentation_loss(
+    outputs: tuple[Tensor, Tensor], labels: Tensor, auxiliary_weight: float
+) -> Tensor:
+    """Cross-entropy over the labelled pixels, plus the weighted one of the auxiliary head.
+
+    Args:
+        outputs: a `Segmenter`'s in training, (B, K, H, W) each.
+        labels: (B, H, W), -100 where there is none.
+        auxiliary_weight: 0.4 in UPerNet.
+
+    Returns:
+        A scalar; 0 where no pixel is labelled.
+    """
+    labelled = (labels != -100).sum().clamp(min=1)
+    main, auxiliary = (
+        F.cross_entropy(logits.float(), labels, ignore_index=-100, reduction="sum") / labelled
+        for logits in outputs
+    )
+    return main + auxiliary_weight * auxiliary

@@ -1,0 +1,105 @@
+"""A low-rank model as one file that runs without this repository: ONNX or torch.export.
+
+Both keep the two small products of every layer, so that the saving stays, and take any batch
+size. The safetensors and plan that load back into Python are in `checkpoint.py`.
+"""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+TOLERANCE = 1e-4  # of float32 outputs, relative to the largest
+
+
+def to_onnx(model: nn.Module, file: str | Path, example: Tensor) -> Path:
+    """Write an ONNX file with the input "images", the output "logits" and a free batch size.
+
+    The file is run with onnxruntime before the function returns.
+
+    Args:
+        model: takes one tensor and gives one; exported in eval mode, on the CPU.
+        file: such as "model.onnx"; weights above 2 GB go beside it as "model.onnx.data".
+        example: an input (B, 3, H, W) with B at least 2.
+
+    Returns:
+        The file.
+
+    Raises:
+        ImportError: if onnx, onnxscript or onnxruntime is not installed.
+        ValueError: if example has one image only.
+        RuntimeError: if onnxruntime computes something else than the model.
+    """
+    import onnxruntime
+
+    file, model, example = _prepare(model, file, example)
+    program = torch.onnx.export(
+        model,
+        (example,),
+        input_names=["images"],
+        output_names=["logits"],
+        dynamic_shapes=({0: torch.export.Dim("batch")},),
+        dynamo=True,
+        verbose=False,
+    )
+    assert program is not None
+    program.save(file)
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+
+    def run(images: Tensor) -> Tensor:
+        return torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
+
+    _check(model, run, example, file)
+    return file
+
+
+def to_program(model: nn.Module, file: str | Path, example: Tensor) -> Path:
+    """Write what torch.export makes of the model, for `torch.export.load(file).module()`.
+
+    The file is loaded and run before the function returns.
+
+    Args:
+        model: as for `to_onnx`.
+        file: such as "model.pt2".
+        example: as for `to_onnx`.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: if example has one image only.
+        RuntimeError: if the file computes something else than the model.
+    """
+    file, model, example = _prepare(model, file, example)
+    shapes = ({0: torch.export.Dim("batch")},)
+    program = torch.export.export(model, (example,), dynamic_shapes=shapes)
+    torch.export.save(program, file)
+    _check(model, torch.export.load(file).module(), example, file)
+    return file
+
+
+def _prepare(model: nn.Module, file: str | Path, example: Tensor) -> tuple[Path, nn.Module, Tensor]:
+    """A copy of the model that is ready to be traced, and the folder of the file."""
+    if len(example) < 2:
+        raise ValueError(
+            f"example is of shape {tuple(example.shape)}: expected at least 2 images, with one "
+            "the exporter would fix the batch size at 1"
+        )
+    file = Path(file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return file, copy.deepcopy(model).cpu().eval(), example.cpu()
+
+
+@torch.no_grad()
+def _check(model: nn.Module, run: Callable[[Tensor], Tensor], example: Tensor, file: Path) -> None:
+    """Compare at the example's batch size and at others."""
+    for images in (example, example[:1], torch.cat([example, example[:1]])):
+        expected, found = model(images), run(images)
+        error = (found - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
+        if not error <= TOLERANCE:
+            raise RuntimeError(
+                f"{file} differs from the model by {error:.1e} of the largest output at batch size "
+                f"{len(images)}, expected at most {TOLERANCE:.0e}: do not use it"
+            )

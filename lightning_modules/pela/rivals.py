@@ -1,0 +1,114 @@
+"""Two distillations that PELA is compared with, applied to the same low-rank student.
+
+Both take what `feature_distillation` is computed from, and give the student's logits and a loss
+that stands in the place of L_fd (PELA, arXiv 2310.10700, Eq. 7).
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_modules.pela.features import Features, feature_layers
+
+VISIBLE = 0.3  # MaskAlign hides 70 % of the patches
+
+
+def tinybert(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
+    """TinyBERT's Transformer distillation (arXiv 1909.10351, Eqs 7–11), every layer from its own.
+
+        L = MSE(E_s, E_t) + Σ_layers [ MSE(H_s, H_t) + MSE(A_s, A_t) ] + CE(z_t, z_s)
+
+    with E the embedded patches, H a block's output, A its attention scores Q Kᵀ/√d before the
+    softmax, averaged over heads, and z the logits at temperature 1. Student and teacher are
+    equally wide, so its learned projections W are the identity.
+
+    Args:
+        student: a low-rank timm model with fused qkv layers, such as ViT or Swin.
+        teacher: the dense one.
+        images: (B, 3, H, W).
+
+    Returns:
+        The student's logits (B, classes), and the loss, computed in float32.
+
+    Raises:
+        ValueError: if the model has no such layers, or its scores differ in shape.
+    """
+    modules = dict(student.named_modules())
+    start = "norm_pre" if "norm_pre" in modules else "patch_embed"
+    hidden = [start, *feature_layers(student, "blocks")]
+    attention = [name for name in modules if name.endswith("attn.qkv")]
+    if not attention:
+        raise ValueError(
+            f"{type(student).__name__} has no layers called attn.qkv: TinyBERT's attention loss "
+            "needs them"
+        )
+    heads = [modules[name.removesuffix(".qkv")].num_heads for name in attention]
+    names = hidden + attention
+    with Features(student, names) as own, Features(teacher, names) as other:
+        logits = student(images)
+        with torch.no_grad():
+            target = teacher(images)
+        pairs = list(zip(own.take(), other.take(), strict=True))
+    with torch.autocast(images.device.type, enabled=False):
+        terms = [F.mse_loss(s.float(), t.float()) for s, t in pairs[: len(hidden)]]
+        for (s, t), count in zip(pairs[len(hidden) :], heads, strict=True):
+            terms.append(F.mse_loss(_scores(s.float(), count), _scores(t.float(), count)))
+        terms.append(F.cross_entropy(logits.float(), target.float().softmax(-1)))
+        return logits, torch.stack(terms).sum()
+
+
+def maskalign(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
+    """MaskAlign (arXiv 2211.08887): the student sees a part, the teacher the whole image.
+
+    A random 30 % of the patch tokens go through the student's blocks; their outputs are matched
+    with the teacher's at the same places, both normalised over channels (a LayerNorm without
+    weights), by mean squared error, averaged over blocks. Student and teacher have the same
+    blocks, so each is aligned with its own, without the paper's learned mixing of levels.
+
+    Args:
+        student: a low-rank timm ViT.
+        teacher: the dense one.
+        images: (B, 3, H, W).
+
+    Returns:
+        The student's logits (B, classes) on what it saw, and the loss, computed in float32.
+
+    Raises:
+        ValueError: if the model's tokens cannot be left out, as Swin's windows do not allow.
+    """
+    blocks, prefix = getattr(student, "blocks", None), getattr(student, "num_prefix_tokens", None)
+    if blocks is None or prefix is None:
+        raise ValueError(
+            f"{type(student).__name__} cannot leave tokens out: MaskAlign needs a timm ViT"
+        )
+    patches: int = student.patch_embed.num_patches  # type: ignore[union-attr, assignment]
+    seen = max(1, round(VISIBLE * patches))
+    order = torch.rand(len(images), patches, device=images.device).argsort(1)
+    special = torch.arange(prefix, device=images.device).expand(len(images), -1)
+    visible = torch.cat([special, prefix + order[:, :seen].sort(1).values], dim=1)
+
+    def take(tokens: Tensor) -> Tensor:
+        return tokens.gather(1, visible[..., None].expand(-1, -1, tokens.shape[-1]))
+
+    handle = blocks.register_forward_pre_hook(lambda _, inputs: (take(inputs[0]),))
+    try:
+        with Features(student) as own, Features(teacher) as other:
+            logits = student(images)
+            with torch.no_grad():
+                teacher(images)
+            pairs = list(zip(own.take(), other.take(), strict=True))
+    finally:
+        handle.remove()
+    with torch.autocast(images.device.type, enabled=False):
+        terms = [F.mse_loss(_normalised(s), _normalised(take(t))) for s, t in pairs]
+        return logits, torch.stack(terms).mean()
+
+
+def _scores(qkv: Tensor, heads: int) -> Tensor:
+    """Attention scores (B, heads, N, N) from a fused layer's output (B, N, 3·C)."""
+    q, k, _ = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    return q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+
+
+def _normalised(tokens: Tensor) -> Tensor:
+    return F.layer_norm(tokens.float(), tokens.shape[-1:])

@@ -1,0 +1,142 @@
+"""What training did to the weights, and what VeRA could do: Fig. 3 and Appendices D and E.
+
+VeRA (arXiv 2310.11454). Layers go by the names of `vectors_of`: "name", or "name:label" for a
+slice of a fused projection.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_modules.vera.vera import layers_of, vectors_of, vera_of
+
+
+@dataclass(frozen=True)
+class VectorChange:
+    """How far training moved the two vectors of a layer (Fig. 3).
+
+    Attributes:
+        d: ‖d‖ after training.
+        b: ‖b‖ after training.
+        d_moved: ‖d - d₀‖, d₀ being what d started at.
+        b_moved: ‖b - b₀‖; ‖b‖ unless b was held at one.
+    """
+
+    d: float
+    b: float
+    d_moved: float
+    b_moved: float
+
+
+def vector_changes(model: nn.Module) -> dict[str, VectorChange]:
+    """The norms of every layer's d and b, and of what training added to them.
+
+    Raises:
+        ValueError: if the model has no VeRA layer.
+    """
+    record = vera_of(model)
+    only_d = record.train == ("d",)
+    b_start, d_start = (1.0, 0.0) if only_d else (0.0, record.d_init)
+    return {
+        key: VectorChange(
+            d=d.norm().item(),
+            b=b.norm().item(),
+            d_moved=(d - d_start).norm().item(),
+            b_moved=(b - b_start).norm().item(),
+        )
+        for key, (b, d) in vectors_of(model).items()
+    }
+
+
+@torch.no_grad()
+def weight_changes(model: nn.Module) -> dict[str, Tensor]:
+    """ΔW (m, n) of every layer that VeRA or peft's LoRA adapts, as a merge would add it.
+
+    Raises:
+        ValueError: if the model has neither.
+    """
+    if hasattr(model, "vera"):
+        return {
+            f"{name}:{piece.label}" if piece.label else name: layer.delta(
+                piece, layer.vectors(piece)[0].dtype
+            )
+            for name, layer in layers_of(model).items()
+            for piece in layer.slices
+        }
+    changes = {
+        name: layer.get_delta_weight("default")
+        for name, layer in model.named_modules()
+        if hasattr(layer, "get_delta_weight")
+    }
+    if not changes:
+        raise ValueError(
+            f"{type(model).__name__} has no layers of VeRA or LoRA: give a model that add_vera or "
+            "tune(model, 'lora') has changed"
+        )
+    return changes
+
+
+def cosine_similarity(one: Tensor, other: Tensor) -> float:
+    """⟨X, Y⟩ / (‖X‖ ‖Y‖) of two matrices as long vectors (Appendix D); 0 if one is zero."""
+    norms = one.norm() * other.norm()
+    return ((one * other).sum() / norms).item() if norms > 0 else 0.0
+
+
+def stable_rank(matrix: Tensor) -> float:
+    """‖X‖_F² / ‖X‖₂²: how many directions a matrix spreads over; at most its rank, 0 if zero."""
+    values = torch.linalg.svdvals(matrix)
+    return (values.square().sum() / values[0].square()).item() if values[0] > 0 else 0.0
+
+
+def fit_lora(targets: Tensor, rank: int) -> Tensor:
+    """The least squared error of B A of this rank: the singular values that are left (App. E).
+
+    Eckart and Young (1936): no training comes closer.
+
+    Args:
+        targets: (S, m, n).
+        rank: r; it has r·(m + n) parameters.
+
+    Returns:
+        Mean squared error of an entry, (S,).
+    """
+    left = torch.linalg.svdvals(targets)[:, rank:].square().sum(-1)
+    return left / targets[0].numel()
+
+
+def fit_vera(targets: Tensor, rank: int, generator: torch.Generator, steps: int = 300) -> Tensor:
+    """The squared error that Λ_b B Λ_d A of this rank can be brought to (App. E).
+
+    A and B are Kaiming uniform and drawn for each target. The product is linear in b and in d, so
+    each in turn is set to its least-squares optimum; the error never grows, but may end in a
+    local minimum.
+
+    Args:
+        targets: (S, m, n).
+        rank: r; it has m + r parameters.
+        generator: draws A and B, and then b's start.
+        steps: times that both are solved for.
+
+    Returns:
+        Mean squared error of an entry, (S,).
+    """
+    count, outputs, inputs = targets.shape
+    a, b_matrix = (
+        (2 * torch.rand(count, *shape, generator=generator, dtype=targets.dtype) - 1)
+        * math.sqrt(6 / shape[1])
+        for shape in ((rank, inputs), (outputs, rank))
+    )
+    b = torch.randn(count, outputs, generator=generator, dtype=targets.dtype)
+    # column k of `basis` is vec(B[:, k] A[k, :]), so that vec(Λ_b B Λ_d A) = (b ⊗ 1) ⊙ (basis d)
+    basis = torch.einsum("smk,skn->smnk", b_matrix, a)
+    flat = targets.flatten(1)
+    fitted = torch.zeros_like(targets)
+    for _ in range(steps):
+        columns = (basis * b[:, :, None, None]).flatten(1, 2)
+        d = torch.linalg.lstsq(columns, flat[..., None], driver="gelsy").solution
+        unscaled = (basis @ d[:, None]).squeeze(-1)
+        b = (targets * unscaled).sum(-1) / unscaled.square().sum(-1)
+        fitted = b[..., None] * unscaled
+    return (targets - fitted).square().mean((1, 2))

@@ -1,0 +1,133 @@
+"""COCO's form: gaps between categories, crowds, empty images, boxes that follow their image."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+from pycocotools import mask
+from pycocotools.coco import COCO
+
+from datamodules import DetectionData
+from datamodules.detection import NUMBERS, read_coco, write_coco
+from datamodules.segmentation import SHAPES
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_coco(tmp_path_factory.mktemp("coco"), train=10, val=9, size=48)
+
+
+def data(folder, **settings):
+    settings = {"image_size": 64, "batch_size": 2, "mean": (0, 0, 0), "std": (1, 1, 1)} | settings
+    return DetectionData(root=str(folder), **settings)
+
+
+def test_the_reader_agrees_with_cocos_own(folder):
+    path = folder / "annotations" / "instances_val2017.json"
+    theirs = COCO(path)
+    names, images = read_coco(folder, "val2017")
+    assert names == list(SHAPES) and theirs.getCatIds() == list(NUMBERS)
+    for number, image in zip(theirs.getImgIds(), images, strict=True):
+        annotations = theirs.loadAnns(theirs.getAnnIds(number))
+        assert len(image.boxes) == len(annotations)
+        for row, annotation in enumerate(annotations):
+            x, y, width, height = annotation["bbox"]
+            assert image.boxes[row].tolist() == [x, y, x + width, y + height]
+            assert NUMBERS[image.labels[row]] == annotation["category_id"]
+            assert image.crowd[row] == annotation["iscrowd"]
+            assert image.area[row] == annotation["area"]
+    assert any((image.crowd == 1).any() for image in images)
+    assert images[-1].boxes.shape == (0, 4)
+    [crowd] = theirs.loadAnns(theirs.getAnnIds(iscrowd=1))[:1]  # its run lengths are a mask
+    assert mask.area(theirs.annToRLE(crowd)) == crowd["area"]
+
+
+def test_empty_images_and_crowds_do_not_train(folder):
+    training, validation = data(folder).samples("train"), data(folder).samples("val")
+    assert (len(training), len(validation)) == (9, 9)
+    for _, target, _ in training:
+        assert len(target["boxes"]) == len(target["class_labels"]) > 0
+        assert len(target["boxes"]) == (target["truth"]["iscrowd"] == 0).sum()
+    image, target, place = validation[8]
+    assert target["boxes"].shape == (0, 4) and place == 8 and image.shape == (3, 64, 64)
+
+
+def test_boxes_lie_on_their_shapes_in_every_view(folder):
+    """Shapes are bright and the background is dark: inside a box is brighter than the image."""
+    samples = data(folder).samples("train")
+    torch.manual_seed(0)
+    flipped = []
+    for index in range(len(samples)):
+        for _ in range(3):
+            image, target, _ = samples[index]
+            brightness = image.mean(0)
+            for x, y, width, height in (target["boxes"] * 64).tolist():
+                rows = slice(int(y - height / 4), int(y + height / 4))
+                columns = slice(int(x - width / 4), int(x + width / 4))
+                assert brightness[rows, columns].mean() > 0.42
+            flipped.append(target["boxes"][0, 0].item())
+    assert len(set(flipped)) > len(samples)
+
+
+def test_evaluation_boxes_come_back_in_pixels(folder):
+    for image in range(9):
+        _, target, _ = data(folder).samples("val")[image]
+        centre, size = (target["boxes"] * target["side"]).split(2, dim=1)
+        corners = torch.cat([centre - size / 2, centre + size / 2], dim=1)
+        truth = target["truth"]["boxes"][target["truth"]["iscrowd"] == 0]
+        torch.testing.assert_close(corners, truth, atol=0.5, rtol=0)
+
+
+def test_batches_and_what_fills_the_last_one(folder):
+    module = data(folder, batch_size=4)
+    images, targets, places = next(iter(module.val_dataloader()))
+    assert images.shape == (4, 3, 64, 64) and len(targets) == 4 and places.tolist() == [0, 1, 2, 3]
+    assert module.val_dataloader().dataset[0, 0, False][2] == -100
+
+
+def test_generated_data_need_no_folder():
+    module = DetectionData(source="generated", image_size=16, generate={"train": 3, "val": 2})
+    assert module.class_names == list(SHAPES)
+    assert len(module.samples("train")) == 2 and len(module.samples("test")) == 2
+
+
+def test_boxes_are_cut_to_the_image_and_slivers_left_out(folder, tmp_path):
+    copy = edited(folder, tmp_path)
+    images = read_coco(copy, "val2017")[1]
+    width, height = Image.open(images[0].file).size
+    assert images[0].boxes.tolist() == [[0, 0, width, height]]
+
+
+def edited(folder, to, **changes):
+    """A copy of the validation part with one box over the edge, one sliver, and changes."""
+    content = json.loads((folder / "annotations" / "instances_val2017.json").read_text())
+    common = {"area": 1.0, "iscrowd": 0, "image_id": 1, "category_id": 90, "segmentation": []}
+    content["annotations"] = [
+        {"id": 1, "bbox": [-5.0, -5.0, 500.0, 500.0], **common, **changes},
+        {"id": 2, "bbox": [3.0, 3.0, 0.5, 20.0], **common},
+    ]
+    (to / "annotations").mkdir(exist_ok=True)
+    (to / "annotations" / "instances_val2017.json").write_text(json.dumps(content))
+    if not (to / "val2017").exists():
+        (to / "val2017").symlink_to(folder / "val2017")
+    return to
+
+
+def test_what_is_wrong_is_named(folder, tmp_path):
+    with pytest.raises(FileNotFoundError, match="instances_train2017.json is missing"):
+        data(edited(folder, tmp_path)).samples("train")
+    with pytest.raises(ValueError, match="annotation 1 is of category 2, which"):
+        read_coco(edited(folder, tmp_path, category_id=2), "val2017")
+    with pytest.raises(ValueError, match="annotation 1 is of image 99, which"):
+        read_coco(edited(folder, tmp_path, image_id=99), "val2017")
+    path = tmp_path / "annotations" / "instances_val2017.json"
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="lacks images, annotations or categories"):
+        read_coco(tmp_path, "val2017")
+    copy = edited(folder, tmp_path)
+    (copy / "val2017").unlink()
+    with pytest.raises(FileNotFoundError, match="000000000001.jpg is missing, but"):
+        read_coco(copy, "val2017")
+    with pytest.raises(ValueError, match="source is 'web'"):
+        DetectionData(source="web")

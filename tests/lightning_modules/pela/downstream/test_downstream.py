@@ -1,0 +1,268 @@
+"""A low-rank model is a drop-in backbone; scores are over whole sets; checkpoints load alone."""
+
+import math
+import types
+
+import lightning as L
+import pytest
+import timm
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from datamodules import DetectionData, SegmentationData
+from lightning_modules.pela import checkpoint, factorize, plan_of
+from lightning_modules.pela.downstream import (
+    Detection,
+    Detector,
+    Pyramid,
+    Segmentation,
+    Segmenter,
+    build_backbone,
+)
+from lightning_modules.pela.downstream.detection import postprocess
+from lightning_modules.pela.downstream.segmentation import segmentation_loss
+
+VIT = "vit_tiny_patch16_224"
+ARGS = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 4}
+SWIN = ("swin_tiny_patch4_window7_224", {"img_size": 64, "window_size": 4, "depths": (1, 1, 1, 1)})
+DETR = {
+    "d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "num_queries": 6,
+}  # fmt: skip
+
+
+def images(count=2, size=32):
+    return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def vit():
+    torch.manual_seed(0)
+    return timm.create_model(VIT, num_classes=5, **ARGS).eval()
+
+
+@pytest.fixture(scope="module")
+def dense(vit, tmp_path_factory):
+    """The weights of a classifier, as Lightning saves them."""
+    file = tmp_path_factory.mktemp("dense") / "last.ckpt"
+    torch.save({"state_dict": {f"model.{k}": v for k, v in vit.state_dict().items()}}, file)
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def repaired(dense, tmp_path_factory):
+    """A low-rank classifier, as pela.checkpoint saves it."""
+    model = build_backbone(VIT, ARGS, init_from=dense)[0]
+    folder = tmp_path_factory.mktemp("repaired") / "model"
+    checkpoint.save(factorize(model, 3), folder, VIT, {**ARGS, "num_classes": 0})
+    return str(folder)
+
+
+def targets():
+    """Two images, one of them empty."""
+    box = {"boxes": torch.tensor([[0.5, 0.5, 0.2, 0.4]]), "class_labels": torch.tensor([1])}
+    none = {"boxes": torch.zeros(0, 4), "class_labels": torch.zeros(0, dtype=torch.int64)}
+    return [box, none]
+
+
+@pytest.mark.parametrize(
+    ("backbone", "size", "sides"),
+    [((VIT, ARGS), 32, [16, 8, 4, 2]), (SWIN, 64, [16, 8, 4, 2])],
+    ids=["vit", "swin"],
+)
+@pytest.mark.parametrize("finest", [0, 1])
+def test_four_levels_of_a_plain_and_a_hierarchical_model(backbone, size, sides, finest):
+    pyramid = Pyramid(build_backbone(*backbone, ratio=2)[0], finest)
+    maps = pyramid(images(size=size))
+    assert [m.shape[-1] for m in maps] == [m.shape[-2] for m in maps] == sides[finest:]
+    assert [m.shape[1] for m in maps] == pyramid.channels
+    sum(m.square().mean() for m in maps).backward()
+    assert all(p.grad is not None for p in pyramid.parameters())  # DDP would wait for it
+
+
+def test_at_full_rank_the_maps_are_the_dense_ones(vit, dense):
+    full = {n: min(m.in_features, m.out_features) for n, m in vit.named_modules() if fits(n, m)}
+    torch.manual_seed(0)
+    one = Pyramid(build_backbone(VIT, ARGS, init_from=dense)[0]).double()
+    torch.manual_seed(0)
+    other = Pyramid(build_backbone(VIT, ARGS, init_from=dense)[0]).double()
+    factorize(other.backbone, ranks=full)
+    for a, b in zip(one(images().double()), other(images().double()), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def fits(name, module):
+    return type(module) is nn.Linear and "head" not in name
+
+
+def test_a_vits_maps_are_its_blocks_outputs(vit, dense):
+    pyramid = Pyramid(build_backbone(VIT, ARGS, init_from=dense)[0])
+    expected = vit.forward_intermediates(images(), intermediates_only=True)[2]
+    torch.testing.assert_close(pyramid(images())[2], pyramid.norms[2](expected))
+
+
+def test_direct_and_repaired_backbones(dense, repaired):
+    direct, plan = build_backbone(VIT, ARGS, init_from=dense, ratio=3)
+    again, same = build_backbone(VIT, ARGS, init_from=repaired)
+    assert plan == same == plan_of(direct)
+    for name, value in direct.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], value)
+    assert build_backbone(VIT, ARGS, init_from=dense)[1] is None
+
+
+def test_positions_are_interpolated_to_the_tasks_size(repaired):
+    model, _ = build_backbone(VIT, {**ARGS, "img_size": 64}, init_from=repaired)
+    assert model.pos_embed.shape == (1, 65, 32)
+
+
+def test_backbones_that_do_not_fit_are_named(dense, repaired):
+    with pytest.raises(ValueError, match="low-rank already, so ratio 2 would do nothing"):
+        build_backbone(VIT, ARGS, init_from=repaired, ratio=2)
+    with pytest.raises(ValueError, match=r"does not fit .*: blocks.4"):
+        build_backbone(VIT, {**ARGS, "depth": 6}, init_from=dense)
+    with pytest.raises(ValueError, match="has no 4 feature maps"):
+        Pyramid(timm.create_model(VIT, **{**ARGS, "depth": 3}))
+
+
+def test_segmentation_loss_is_the_mean_over_labelled_pixels():
+    main, auxiliary = torch.randn(2, 2, 5, 4, 4, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(32).reshape(2, 4, 4) % 5
+    labels[0, :2] = -100
+    expected = F.cross_entropy(main, labels) + 0.4 * F.cross_entropy(auxiliary, labels)
+    torch.testing.assert_close(segmentation_loss((main, auxiliary), labels, 0.4), expected)
+    assert segmentation_loss((main, auxiliary), torch.full_like(labels, -100), 0.4) == 0
+
+
+def test_segmenter_has_its_auxiliary_head_in_training_only():
+    segmenter = Segmenter(Pyramid(build_backbone(VIT, ARGS)[0]), 5, channels=16)
+    outputs = segmenter(images())
+    assert [tuple(o.shape) for o in outputs] == [(2, 5, 32, 32)] * 2
+    labels = torch.zeros(2, 32, 32, dtype=torch.int64)
+    segmentation_loss(outputs, labels, 0.4).backward()
+    assert all(p.grad is not None for p in segmenter.parameters())
+    assert segmenter.eval()(images()).shape == (2, 5, 32, 32)
+
+
+def test_miou_sums_the_whole_set_and_leaves_out_what_has_no_label(monkeypatch):
+    module = Segmentation(num_classes=4, architecture=VIT, model_args=ARGS)
+    logged = {}
+    monkeypatch.setattr(module, "log", lambda name, value, **_: logged.update({name: value}))
+    generator = torch.Generator().manual_seed(0)
+    found = torch.randint(3, (3, 2, 8, 8), generator=generator)  # class 3 never occurs
+    truth = torch.randint(3, (3, 2, 8, 8), generator=generator)
+    truth[0, 0] = truth[2] = -100  # an image, and a batch that only fills up
+    for predicted, labels in zip(found, truth, strict=True):
+        module.model = lambda _, predicted=predicted: F.one_hot(predicted, 4).permute(0, 3, 1, 2)
+        module.score((images(), labels))
+    module.report("val")
+    seen = truth != -100
+    shares = []
+    for kind in range(3):
+        a, b = (found == kind) & seen, truth == kind
+        shares.append(((a & b).sum() / (a | b).sum()).item())
+    assert logged["val/miou"].item() == pytest.approx(sum(shares) / 3, abs=1e-6)
+    right = (found == truth).sum() / seen.sum()
+    assert logged["val/pixel_accuracy"].item() == pytest.approx(right.item(), abs=1e-6)
+
+
+def test_detector_starts_with_rare_small_boxes_and_trains_every_parameter():
+    detector = Detector(Pyramid(build_backbone(VIT, ARGS)[0], finest=1), 7, DETR)
+    logits, boxes, loss = detector(images(), targets())
+    assert logits.shape == (2, 6, 7) and boxes.shape == (2, 6, 4)
+    assert logits.sigmoid().mean().item() == pytest.approx(0.01, rel=0.5)
+    torch.testing.assert_close(boxes[..., 2:], torch.full((2, 6, 2), 1 / (1 + math.exp(2))))
+    loss.backward()
+    assert all(p.grad is not None for p in detector.parameters())
+
+
+def test_postprocess_takes_the_best_pairs_and_gives_pixels():
+    logits = torch.tensor([[[0.0, 3.0, -9.0], [2.0, -9.0, -9.0]]])
+    boxes = torch.tensor([[[0.5, 0.5, 0.2, 0.4], [0.2, 0.3, 0.2, 0.2]]])
+    [found] = postprocess(logits, boxes, torch.tensor([100.0]), most=3)
+    torch.testing.assert_close(found["scores"], torch.tensor([3.0, 2.0, 0.0]).sigmoid())
+    assert found["labels"].tolist() == [1, 0, 0]
+    corners = torch.tensor([[40.0, 30, 60, 70], [10, 20, 30, 40], [40, 30, 60, 70]])
+    torch.testing.assert_close(found["boxes"], corners)
+
+
+def test_map_counts_each_box_once_and_forgives_crowds(monkeypatch):
+    module = Detection(num_classes=3, architecture=VIT, model_args=ARGS)
+    logged = {}
+    monkeypatch.setattr(module, "log", lambda name, value, **_: logged.update({name: value}))
+    data = DetectionData(source="generated", image_size=32, generate={"train": 2, "val": 9})
+    for batch in data.val_dataloader():
+        truths = [target["truth"] for target in batch[1]]
+        right = [{k: t[k] for k in ("boxes", "labels")} for t in truths]  # crowds found as well
+        monkeypatch.setattr(
+            module,
+            "_boxes",
+            lambda _, right=right: [{**r, "scores": torch.ones(len(r["labels"]))} for r in right],
+        )
+        module.score(batch)
+        module.score((*batch[:2], torch.full_like(batch[2], -100)))
+    assert len(module.scores.groundtruth_labels) == 18  # and nine that hold nothing
+    assert sum(map(len, module.scores.groundtruth_labels)) == sum(
+        len(image.labels) for image in data.samples("val").images
+    )
+    assert any(crowd.any() for crowd in module.scores.groundtruth_crowds)
+    module.report("val")
+    assert logged["val/map"].item() == pytest.approx(1.0)
+    assert {"val/map_50", "val/map_75", "val/map_small", "val/map_medium"} <= set(logged)
+
+
+def fit(module, data, **settings):
+    trainer = L.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, **settings,
+    )  # fmt: skip
+    trainer.fit(module, data)
+    return trainer
+
+
+@pytest.mark.parametrize("kind", [Segmentation, Detection])
+def test_a_fine_tuned_checkpoint_loads_by_itself(kind, repaired, tmp_path):
+    task = {"channels": 16} if kind is Segmentation else {"detr": DETR}
+    source = SegmentationData if kind is Segmentation else DetectionData
+    data = source(source="generated", image_size=32, generate={"train": 4, "val": 2, "size": 32})
+    module = kind(
+        num_classes=data.num_classes, architecture=VIT, model_args=ARGS, init_from=repaired, **task
+    )
+    trainer = fit(module, data)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert set(trainer.callback_metrics) >= {
+        "val/miou" if kind is Segmentation else "val/map", "train/loss"
+    }  # fmt: skip
+    again = kind.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+    assert again.settings.ranks == module.settings.ranks is not None
+    assert "init_from" not in again.hparams
+    for name, value in module.model.state_dict().items():
+        assert torch.equal(value, again.model.state_dict()[name]), name
+    predicted = trainer.predict(again, data)
+    assert len(predicted) == 1
+
+    other = kind(num_classes=9, architecture=VIT, model_args=ARGS, **task)
+    with pytest.raises(ValueError, match="another model: its num_classes is"):
+        other.on_load_checkpoint(torch.load(tmp_path / "last.ckpt", weights_only=True))
+
+
+def test_the_backbone_learns_at_its_own_rate_and_nothing_is_left_out(monkeypatch):
+    module = Segmentation(
+        num_classes=4, architecture=VIT, model_args=ARGS, channels=16, lr=1.0, backbone_lr=0.1
+    )
+    module.configure_model()
+    monkeypatch.setattr("lightning_modules.pela.downstream.module.training_steps", lambda _: 10)
+    monkeypatch.setattr(type(module), "trainer", types.SimpleNamespace())
+    optimizer = module.configure_optimizers()["optimizer"]
+    rates = {
+        id(p): (group["initial_lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(rates)
+    for name, parameter in module.model.named_parameters():
+        rate, decay = rates[id(parameter)]
+        assert rate == (0.1 if name.startswith("pyramid.backbone") else 1.0), name
+        vector = parameter.ndim < 2 or name.endswith(("pos_embed", "cls_token"))
+        assert decay == (0.0 if vector else 0.05), name
