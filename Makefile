@@ -39,7 +39,7 @@ lint: $(STAMP)  ## check style, format and types
 	$(BIN)/mypy
 
 bench: $(STAMP)  ## run every benchmark, one after another
-	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python -m benchmarks.$$(basename $$file .py) $(ARGS); done
+	@set -e; for file in benchmarks/*_*.py; do echo "== $$file"; $(BIN)/python -m benchmarks.$$(basename $$file .py) $(ARGS); done
 
 $(STAMP): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

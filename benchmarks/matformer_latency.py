@@ -1,7 +1,7 @@
 """What a MatFormer submodel costs beside the model it stands for, as ratios of times.
 
-    python benchmarks/matformer_latency.py             under three minutes on two cores
-    python benchmarks/matformer_latency.py --quick     a few seconds: does it run
+    python -m benchmarks.matformer_latency             under three minutes on two cores
+    python -m benchmarks.matformer_latency --quick     a few seconds: does it run
 
 1. Inference: a submodel extracted from a nested ViT, and the nested ViT itself in place (sliced),
    against a timm ViT built at that width. Both do the same multiply-adds; the extracted one is
@@ -19,7 +19,6 @@ milliseconds would say more about the machine than about the code.
 import cpu_torchvision  # noqa: F401  (first: see its docstring)
 
 import argparse
-import platform
 import shlex
 import statistics
 import sys
@@ -32,6 +31,7 @@ import timm
 import torch
 from torch import nn
 
+from benchmarks.paired import machine, markdown, ratio, rounds
 from lightning_modules.counting import count_macs
 from lightning_modules.matformer import extract, nest, set_granularity
 from lightning_modules.matformer.idle_tail import freeze_idle_tail
@@ -86,43 +86,6 @@ TRAINING = {
     "cpu": Case("vit_small_patch16_224", 4, {"depth": 4}),
     "cuda": Case("vit_base_patch16_224", 64),
 }
-
-
-def rounds(
-    rivals: dict[str, Callable[[], Any]], repeats: int, seconds: float, device: torch.device
-) -> list[dict[str, float]]:
-    """Seconds that each rival took, round by round, in turns, after a round that warms up.
-
-    Args:
-        rivals: what to call, by name.
-        repeats: rounds at most.
-        seconds: no further round starts after this long, but three are always measured.
-        device: is waited for before each reading of the clock.
-    """
-
-    def clock() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    measured: list[dict[str, float]] = []
-    end = time.perf_counter() + seconds
-    for index in range(-1, repeats):
-        if index >= 3 and time.perf_counter() > end:
-            break
-        took = {}
-        for name, call in rivals.items():
-            start = clock()
-            call()
-            took[name] = clock() - start
-        if index >= 0:
-            measured.append(took)
-    return measured
-
-
-def ratio(measured: list[dict[str, float]], name: str, other: str) -> float:
-    """Median over rounds of one rival's time over another's."""
-    return statistics.median(took[name] / took[other] for took in measured)
 
 
 @torch.no_grad()
@@ -204,20 +167,6 @@ def training(case: Case, repeats: int, seconds: float, device: torch.device) -> 
     ]
 
 
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def machine(device: torch.device) -> str:
-    """The device, its threads and the software, in one line."""
-    name = platform.machine()
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    return f"{name}, {torch.get_num_threads()} CPU threads · torch {torch.__version__}"
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, and print Markdown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
@@ -240,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     served = [row for case in cases for row in inference(case, repeats, share, device)]
     case = QUICK if options.quick else TRAINING[device.type]
     trained = training(case, repeats, options.seconds, device)
-    command = shlex.join(["python", "benchmarks/matformer_latency.py", *arguments])
+    command = shlex.join(["python", "-m", "benchmarks.matformer_latency", *arguments])
     print(f"`{command}` · {machine(device)} · {time.strftime('%Y-%m-%d')}\n")
     goal = f"goal: extracted within {TOLERANCE:.0%}"
     print(f"Inference, time over the native timm model's of that width; {goal}.")

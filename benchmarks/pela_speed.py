@@ -1,8 +1,8 @@
 """What a low-rank model (PELA, arXiv 2310.10700) saves, measured, as ratios of times.
 
-    python benchmarks/pela_speed.py                       five to ten minutes on one core
-    python benchmarks/pela_speed.py --only factorize      one of the four tables
-    python benchmarks/pela_speed.py --quick               seconds: does it run
+    python -m benchmarks.pela_speed                       five to ten minutes on one core
+    python -m benchmarks.pela_speed --only factorize      one of the four tables
+    python -m benchmarks.pela_speed --quick               seconds: does it run
 
 1. inference: a forward pass, dense over low-rank (κ = 2), beside the ratio of their multiply-adds:
    the goal is at least 0.9 of that ratio.
@@ -12,7 +12,7 @@
 4. factorize: `factorize` on deit_base against the released code's way, a singular value
    decomposition with full matrices of each weight; the goal is five times faster.
 
-Rivals take turns and a ratio is the median over rounds, as in matformer_latency.py.
+Rivals take turns and a ratio is the median over rounds, as in paired.py.
 """
 
 import cpu_torchvision  # noqa: F401  (first: see its docstring)
@@ -32,9 +32,9 @@ from typing import Any
 
 import timm
 import torch
-from matformer_latency import machine, markdown, ratio, rounds
 from torch import nn
 
+from benchmarks.paired import machine, markdown, ratio, rounds
 from lightning_modules.counting import count_macs, count_parameters
 from lightning_modules.pela import factorize, plan_uniform
 from lightning_modules.pela.factorize import low_rank_layers
@@ -268,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = torch.device(options.device)
     repeats = min(options.repeats, 3) if options.quick else options.repeats
     tables = [options.only] if options.only else TABLES
-    command = shlex.join(["python", "benchmarks/pela_speed.py", *arguments])
+    command = shlex.join(["python", "-m", "benchmarks.pela_speed", *arguments])
     print(f"`{command}` · {machine(device)} · {time.strftime('%Y-%m-%d')}")
     for table, train in (("inference", False), ("training", True)):
         if table in tables:

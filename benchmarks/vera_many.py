@@ -35,8 +35,8 @@ from typing import Any
 import torch
 from peft import PeftModel
 
-from benchmarks.matformer_latency import machine, markdown
-from benchmarks.vera_step import Case, macs_of, our_vera, rounds, spread
+from benchmarks.paired import machine, markdown, rounds, spread
+from benchmarks.vera_step import Case, macs_of, our_vera
 from lightning_modules.vera import Adapters, merge, save_adapter, to_peft
 
 ROWS = 32

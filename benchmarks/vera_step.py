@@ -43,7 +43,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
-from benchmarks.matformer_latency import machine, markdown
+from benchmarks.paired import machine, markdown, rounds, spread
 from lightning_modules.vera import add_vera
 
 TARGETS = ["query", "value"]
@@ -160,45 +160,6 @@ def macs_of(call: Callable[[], Any]) -> tuple[int, Any]:
     with FlopCounterMode(display=False, custom_mapping={kernel: attention}) as counter:
         result = call()
     return counter.get_total_flops() // 2, result
-
-
-def rounds(
-    rivals: dict[str, Callable[[], Any]], repeats: int, seconds: float, device: torch.device
-) -> list[dict[str, float]]:
-    """Seconds that each rival took, round by round, in turns.
-
-    On one CPU thread they are those of the processor and not of the wall: the same where the
-    machine is free, and still right where it is not.
-
-    Args:
-        rivals: what to call, by name; each has been called before.
-        repeats: rounds at most.
-        seconds: no further round starts after this long, but three are always measured.
-        device: is waited for before each reading of the clock.
-    """
-
-    def clock() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        elif torch.get_num_threads() == 1:
-            return time.process_time()
-        return time.perf_counter()
-
-    measured: list[dict[str, float]] = []
-    end = time.perf_counter() + seconds
-    while len(measured) < repeats and (len(measured) < 3 or time.perf_counter() < end):
-        took = {}
-        for name, call in rivals.items():
-            start = clock()
-            call()
-            took[name] = clock() - start
-        measured.append(took)
-    return measured
-
-
-def spread(values: Sequence[float]) -> str:
-    """Median, least and greatest."""
-    return f"{statistics.median(values):.3f} ({min(values):.3f}–{max(values):.3f})"
 
 
 def compare(

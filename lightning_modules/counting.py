@@ -22,7 +22,8 @@ def count_macs(model: nn.Module, input_shape: Sequence[int]) -> int:
         model: takes one float tensor.
         input_shape: shape of that tensor, such as (1, 3, 224, 224).
     """
-    shadow = copy.deepcopy(model).to("meta").eval()
+    # frozen: some models (Deformable DETR) run other code where a weight has a gradient
+    shadow = copy.deepcopy(model).to("meta").eval().requires_grad_(False)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         shadow(torch.empty(*input_shape, device="meta"))
     return counter.get_total_flops() // 2

@@ -1,31 +1,20 @@
 """The benchmark runs; what it compares is what it says."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import pela_speed
 from lightning_modules.counting import count_parameters
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
-
-@pytest.fixture
-def pela_speed(monkeypatch):
-    """Imported as `python benchmarks/pela_speed.py` would: beside the other benchmarks."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import pela_speed
-
-    return pela_speed
-
-
-def test_quick(pela_speed, capsys, monkeypatch):
-    monkeypatch.setattr(pela_speed, "peak_memory", lambda name, *_: 2 if "low" in name else 4)
+def test_quick(capsys, monkeypatch):
+    monkeypatch.setattr("peak_memory", lambda name, *_: 2 if "low" in name else 4)
     monkeypatch.setattr(pela_speed.Case, "build", small(pela_speed.Case.build))
     pela_speed.main(["--quick"])
     text = capsys.readouterr().out
-    assert "`python benchmarks/pela_speed.py --quick` ·" in text
+    assert "`python -m benchmarks.pela_speed --quick` ·" in text
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if "| vit_tiny" in line]
     assert len(rows) == 2 + len(pela_speed.SYSTEMS) + 1
     for row in rows[:2]:
@@ -47,7 +36,7 @@ def small(build):
     return built
 
 
-def test_lora_is_on_the_layers_that_pela_factorises(pela_speed):
+def test_lora_is_on_the_layers_that_pela_factorises():
     case, device = pela_speed.QUICK, torch.device("cpu")
     sizes = {name: pela_speed.system(name, case, device) for name in pela_speed.SYSTEMS}
     dense, _, low_rank, _ = map(count_parameters, sizes.values())
@@ -61,7 +50,7 @@ def test_lora_is_on_the_layers_that_pela_factorises(pela_speed):
         assert wrapped == parts
 
 
-def test_peak_memory_sees_the_optimizers_state(pela_speed):
+def test_peak_memory_sees_the_optimizers_state():
     case, device = pela_speed.Case("vit_tiny_patch16_224", 1), torch.device("cpu")
     weights = 4 * count_parameters(case.build(False, device))
     peak = pela_speed.peak_memory("dense, all weights", case, device)

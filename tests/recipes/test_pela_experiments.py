@@ -23,7 +23,7 @@ def tiny():
 
 
 def test_tiny_preset(tmp_path, monkeypatch):
-    monkeypatch.setattr(vision, "SWEEP", (2.0, 4.0))
+    monkeypatch.setattr(vision, "SWEEP", (2.0, 3.0))
     monkeypatch.setattr(vision, "TABLE", ())
     command = ["--out", str(tmp_path), "--trainer.max_epochs=1", "--data.per_class=16"]
     folder = vision.main(command).out
@@ -82,7 +82,7 @@ def check(result):
 
 def check_whole(result):
     dense, low_rank = result["dense"], result["table"]["2"]["both"]
-    assert list(result["sweep"]) == ["2", "4"]
+    assert list(result["sweep"]) == ["2", "3"]
     assert result["sweep"]["2"]["both"] == low_rank
     for plan, found in result["allocation"].items():
         assert found["both"]["parameters"] == found["direct"]["parameters"], plan

@@ -1,0 +1,70 @@
+"""Rivals that take turns: how every benchmark here measures, and how it prints."""
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def rounds(
+    rivals: dict[str, Callable[[], Any]], repeats: int, seconds: float, device: torch.device
+) -> list[dict[str, float]]:
+    """Seconds that each rival took, round by round, in turns, after a round that warms up.
+
+    On one CPU thread they are those of the processor and not of the wall: the same where the
+    machine is free, and still right where it is not.
+
+    Args:
+        rivals: what to call, by name.
+        repeats: rounds at most.
+        seconds: no further round starts after this long, but three are always measured.
+        device: is waited for before each reading of the clock.
+    """
+
+    def clock() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        elif torch.get_num_threads() == 1:
+            return time.process_time()
+        return time.perf_counter()
+
+    measured: list[dict[str, float]] = []
+    end = time.perf_counter() + seconds
+    for index in range(-1, repeats):
+        if index >= 3 and time.perf_counter() > end:
+            break
+        took = {}
+        for name, call in rivals.items():
+            start = clock()
+            call()
+            took[name] = clock() - start
+        if index >= 0:
+            measured.append(took)
+    return measured
+
+
+def ratio(measured: list[dict[str, float]], name: str, other: str) -> float:
+    """Median over rounds of one rival's time over another's."""
+    return statistics.median(took[name] / took[other] for took in measured)
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median, least and greatest."""
+    return f"{statistics.median(values):.3f} ({min(values):.3f}–{max(values):.3f})"
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def machine(device: torch.device) -> str:
+    """The device, its threads and the software, in one line."""
+    name = platform.machine()
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    return f"{name}, {torch.get_num_threads()} CPU threads · torch {torch.__version__}"
