@@ -248,7 +248,8 @@ def test_a_breach_is_caught(rule, good, bad, tmp_path):
     assert caught == {name.rstrip("/") for name in bad}
 
 
-STAGES = sorted(ROOT.glob("recipes/**/*.yaml"))
+# a grid says what an experiment varies, laid over its stage; running the experiment proves it
+STAGES = sorted(f for f in ROOT.glob("recipes/**/*.yaml") if "_grid" not in f.name)
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=[str(stage.relative_to(ROOT)) for stage in STAGES])

@@ -371,7 +371,7 @@ class LanguageTuning(FineTuning):
         )
         if h.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        return model.train()  # from_pretrained leaves it without dropout, and Lightning as it is
+        return model
 
     def default_targets(self) -> list[str]:
         """Queries and values (Section 4.2)."""

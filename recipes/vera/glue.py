@@ -92,7 +92,7 @@ def train(
 
 
 def gains(results: Sequence[Scores], method: str) -> list[float]:
-    """Appendix B by seed: (score / head's score) · 100 for each thousand parameters, mean of tasks.
+    """Appendix B by seed: 100 · score / head's score for each 1,000 parameters, mean of tasks.
 
     A task in which the head reaches nothing (CoLA's correlation may be 0) is left out.
     """
@@ -157,9 +157,7 @@ def report(experiment: Experiment, grid: dict[str, Any], results: Sequence[Score
 def plot(experiment: Experiment, results: Sequence[Scores]) -> None:
     """Score against tuned parameters, one panel for each task; a dotted line is the head's."""
     tasks = list(next(iter(results[0].values())))
-    figure, axes = plt.subplots(
-        1, len(tasks), figsize=(3.2 * len(tasks) + 1.5, 3.6), squeeze=False
-    )
+    figure, axes = plt.subplots(1, len(tasks), figsize=(3.2 * len(tasks) + 1.5, 3.6), squeeze=False)
     for axis, task in zip(axes[0], tasks, strict=True):
         for method in results[0]:
             values = [100 * r[method][task]["score"] for r in results]

@@ -26,6 +26,8 @@ STAGES = {
     # stage → further options; its `tiny` preset has several epochs of a few batches
     "vera/glue": ["--data.limit=80"],
     "vera/e2e": ["--data.limit=80"],
+    "self_distillation/images_finetune": ["--data.per_class=20", "--model.method=mars"],
+    "self_distillation/text_adapt": [],
 }
 FSDP2 = {
     "class_path": "lightning.pytorch.strategies.ModelParallelStrategy",

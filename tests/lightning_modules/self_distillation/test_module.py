@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from callbacks.frozen_teacher import FrozenTeacher
+from datamodules.loading import build_loader
 from lightning_modules.self_distillation import (
     ImageAdaptation,
     ImageFinetuning,
@@ -67,13 +68,13 @@ class Data(L.LightningDataModule):
         ]
 
     def train_dataloader(self):
-        return torch.utils.data.DataLoader(self.examples(), batch_size=4)
+        return build_loader(self.examples(), 4, training=True)
 
     val_dataloader = test_dataloader = train_dataloader
 
 
 def batch(kind):
-    return next(iter(Data(kind).train_dataloader()))
+    return torch.utils.data.default_collate(Data(kind).examples()[:4])
 
 
 def adaptation(kind, **settings):
