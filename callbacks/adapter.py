@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 
@@ -24,7 +25,7 @@ class SaveAdapter(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write it. All ranks take part, because a sharded vector has to be gathered."""
-        model = getattr(pl_module, "model", None)
+        model: Any = pl_module.model
         if not hasattr(model, "vera"):
             log.info("SaveAdapter: %s has no VeRA adapter to save", type(pl_module).__name__)
             return

@@ -20,7 +20,8 @@ class Calibration:
                 model(images)
         factorize(model, moments=calibration.moments())
 
-    It holds one (d_in, d_in) matrix for each layer, in float32 (float64 for float64 inputs).
+    It holds one (d_in, d_in) matrix for each layer, in float64: what LayerNorm gives has a
+    direction without variance, and a float32 sum of products is then often not positive definite.
 
     Args:
         model: a dense model.
@@ -66,8 +67,7 @@ class Calibration:
 
     def _hook(self, name: str):
         def add(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            x = inputs[0].detach().flatten(0, -2)
-            x = x.to(torch.promote_types(x.dtype, torch.float32))
+            x = inputs[0].detach().flatten(0, -2).double()
             with torch.autocast(x.device.type, enabled=False):
                 product = x.T @ x
             self.sums[name] = self.sums[name] + product if name in self.sums else product

@@ -18,6 +18,7 @@ from lightning_modules.optim import (
     training_steps,
     with_schedule,
 )
+from lightning_modules.pela.checkpoint import start_from
 from lightning_modules.pela.energy import plan_energy
 from lightning_modules.pela.factorize import SKIP, factorize, plan_uniform
 from lightning_modules.pela.features import Features
@@ -25,7 +26,7 @@ from lightning_modules.pela.losses import feature_distillation, weight_perturbat
 from lightning_modules.pela.rivals import maskalign, tinybert
 from lightning_modules.pela.tome import add_tome
 from lightning_modules.tuning import tune
-from lightning_modules.weights import load_weights, read_state_dict
+from lightning_modules.weights import load_weights
 
 
 class PELA(L.LightningModule):
@@ -138,25 +139,11 @@ class PELA(L.LightningModule):
     def _fill(self, model: nn.Module) -> None:
         """Give a dense model its weights and its ranks."""
         h = self.settings
-        found = low_rank_plan(self.init_from)
-        if self.init_from is not None and found:
-            if h.ratio is not None:
-                raise ValueError(
-                    f"init_from {self.init_from} is low-rank already, so ratio {h.ratio:g} would "
-                    "do nothing: set model.ratio to null"
-                )
-            factorize(model, ranks=found, method="empty")
-            report = load_weights(model, self.init_from)
-            empty = [n for n in report.missing + report.reshaped if n.startswith(tuple(found))]
-            if empty:
-                raise ValueError(
-                    f"init_from {self.init_from} does not fit {h.architecture}: {empty[0]}; give "
-                    "the architecture and model_args that it was made with"
-                )
-            self.hparams["ranks"] = found
-            return
         if self.init_from is not None:
-            load_weights(model, self.init_from)
+            found, _ = start_from(model, self.init_from, h.ratio)
+            if found:
+                self.hparams["ranks"] = found
+                return
         ranks = h.ranks
         if ranks is None and h.ratio is not None:
             plan = plan_energy if h.allocation == "energy" else plan_uniform
@@ -299,16 +286,3 @@ class PELA(L.LightningModule):
                     f"this checkpoint is of another model: its {name} is {saved.get(name)!r}, "
                     f"this run's is {ours!r}; to start anew from its weights use model.init_from"
                 )
-
-
-def low_rank_plan(source: str | None) -> dict[str, int]:
-    """The rank of every low-rank layer in a file of weights, by name; empty for dense ones.
-
-    Args:
-        source: as `load_weights` takes it; None for none.
-    """
-    if source is None:
-        return {}
-    end = ".u.weight"
-    state = read_state_dict(source)
-    return {n.removesuffix(end): len(value) for n, value in state.items() if n.endswith(end)}

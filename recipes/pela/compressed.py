@@ -96,12 +96,11 @@ def whiten(dense: nn.Module, ratio: float, skip: list[str], data: ImageData, fol
     chosen = range(0, len(data.train_set), -(-len(data.train_set) // CALIBRATION))
     images = ImageSet(data.train_set.items, data.read, *data.eval_transform())
     loader: DataLoader = build_loader(Subset(images, chosen), data.eval_batch_size, training=False)
-    dense.double()  # sums of float32 products may be no longer positive definite
     with torch.no_grad(), Calibration(dense, skip) as calibration:
         for batch, _ in track(loader, description="second moments", transient=True):
-            dense(batch.to(device()).double())
+            dense(batch.to(device()))
     factorize(dense, ranks=plan_uniform(dense, ratio, skip), moments=calibration.moments())
-    return save(dense.float(), folder) / "model.safetensors"
+    return save(dense, folder) / "model.safetensors"
 
 
 def step_cost(module: PELA, data: ImageData) -> dict[str, float]:

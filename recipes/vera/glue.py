@@ -134,8 +134,8 @@ def report(experiment: Experiment, grid: dict[str, Any], results: Sequence[Score
         "Development sets, the best evaluation of each run; median over seeds and, in brackets, "
         f"the lowest and highest ({metrics}), in %. Tuned parameters are those beside the heads, "
         f"which every method trains too ({results[0]['head'][tasks[0]]['heads']:,.0f} of "
-        f"{tasks[0]}). Gain per 1K is Appendix B's: 100 · score / score of the head alone, for each "
-        "thousand tuned parameters; mean of the tasks.",
+        f"{tasks[0]}). Gain per 1K is Appendix B's: 100 · score / score of the head alone, for "
+        "each thousand tuned parameters; mean of the tasks.",
         markdown_table(header, rows),
         "![Score against tuned parameters](glue.png)",
         "**The paper's Table 2**, median of five seeds:",

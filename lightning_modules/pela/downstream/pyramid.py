@@ -7,8 +7,8 @@ from timm.layers import LayerNorm2d
 from torch import Tensor, nn
 
 from lightning_modules.backbones import build_vision
+from lightning_modules.pela.checkpoint import start_from
 from lightning_modules.pela.factorize import SKIP, factorize, low_rank_layers, plan_of, plan_uniform
-from lightning_modules.weights import load_weights, read_state_dict
 
 LEVELS = 4
 
@@ -43,17 +43,7 @@ def build_backbone(
     """
     model = build_vision(architecture, 0, model_args, pretrained)
     if init_from is not None:
-        end = ".u.weight"
-        state = read_state_dict(init_from)
-        found = {n.removesuffix(end): len(value) for n, value in state.items() if n.endswith(end)}
-        if found and ratio is not None:
-            raise ValueError(
-                f"init_from {init_from} is low-rank already, so ratio {ratio:g} would do nothing: "
-                "set model.ratio to null"
-            )
-        if found:
-            factorize(model, ranks=found, method="empty")
-        report = load_weights(model, init_from)
+        _, report = start_from(model, init_from, ratio)
         absent = report.missing + report.reshaped
         if absent:
             raise ValueError(

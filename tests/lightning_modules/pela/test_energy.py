@@ -117,3 +117,20 @@ def test_bad_input(moments):
         model["fc"](torch.full((2, 16), float("nan")))
     with pytest.raises(ValueError, match="fc has seen NaN"):
         calibration.moments()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_normalised_inputs_can_be_whitened_in_float32(seed):
+    """LayerNorm's outputs lie in a hyperplane: rounded sums would not be positive definite."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64))
+    with torch.no_grad(), Calibration(model, skip=()) as calibration:
+        for _ in range(4):
+            model(1000 + 1000 * torch.randn(200, 64))
+    moments = calibration.moments()
+    assert moments["1"].dtype == torch.float64
+    dense = model[1].weight.detach().clone()
+    factorize(model, ranks={"1": 48}, moments=moments)
+    assert model[1].u.weight.dtype == torch.float32
+    error = model[1].v.weight @ model[1].u.weight - dense
+    assert torch.isfinite(error).all() and error.norm() < dense.norm()
