@@ -10,7 +10,7 @@ from lightning_modules.counting import count_parameters
 
 
 def test_quick(capsys, monkeypatch):
-    monkeypatch.setattr("peak_memory", lambda name, *_: 2 if "low" in name else 4)
+    monkeypatch.setattr(pela_speed, "peak_memory", lambda name, *_: 2 if "low" in name else 4)
     monkeypatch.setattr(pela_speed.Case, "build", small(pela_speed.Case.build))
     pela_speed.main(["--quick"])
     text = capsys.readouterr().out

@@ -83,15 +83,3 @@ def test_models_that_train_other_numbers_are_no_rivals(monkeypatch):
     monkeypatch.setattr(vera_step, "our_vera", lambda case, rank: vera_step.lora(case))
     with pytest.raises(RuntimeError, match="rank 32: ours trains"):
         vera_step.main(["--quick"])
-
-
-def test_spread():
-    assert vera_step.spread([3.0, 1.0, 2.0]) == "2.000 (1.000–3.000)"
-
-
-def test_rounds_are_in_turns_and_at_least_three():
-    called = []
-    rivals = {name: (lambda name=name: called.append(name)) for name in "ab"}
-    measured = vera_step.rounds(rivals, 5, 0.0, CPU)
-    assert called == ["a", "b"] * 3 == [name for took in measured for name in took]
-    assert len(vera_step.rounds(rivals, 2, 0.0, CPU)) == 2

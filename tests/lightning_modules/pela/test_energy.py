@@ -93,7 +93,7 @@ def test_moments_are_the_mean_over_tokens():
         for batch in batches:
             model["fc"](batch)
     model["fc"](torch.randn(4, 12))  # outside: not counted
-    x = torch.cat([batches[0].flatten(0, 1), batches[1]])
+    x = torch.cat([batches[0].flatten(0, 1), batches[1]]).double()
     torch.testing.assert_close(calibration.moments()["fc"], x.T @ x / 13)
 
 
