@@ -224,6 +224,7 @@ def plot_similarity(experiment: Experiment, name: str, results: Results) -> None
         values = [statistics.fmean(block) for block in zip(*seeds, strict=True)]
         axis.plot(range(1, len(values) + 1), values, marker="o", label=label)
     axis.set_xlabel("block")
+    axis.set_xticks(range(1, len(values) + 1))
     axis.set_ylabel("mean cosine similarity of two images")
     axis.grid(alpha=0.3)
     axis.legend()
