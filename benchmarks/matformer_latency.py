@@ -24,14 +24,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import timm
 import torch
 from torch import nn
 
-from benchmarks.paired import machine, markdown, ratio, rounds
+from benchmarks.paired import ImageCase, machine, markdown, ratio, rounds
 from lightning_modules.counting import count_macs
 from lightning_modules.matformer import extract, nest, set_granularity
 from lightning_modules.matformer.idle_tail import freeze_idle_tail
@@ -42,19 +40,8 @@ TOLERANCE = 0.03
 CLASSES = 1000
 
 
-@dataclass
-class Case:
-    """One model at one batch size.
-
-    Attributes:
-        name: timm architecture.
-        batch: images in a batch.
-        model_args: further arguments of timm.create_model.
-    """
-
-    name: str
-    batch: int
-    model_args: dict[str, Any] = field(default_factory=dict)
+class Case(ImageCase):
+    """See `ImageCase`."""
 
     def build(self, fraction: float, device: torch.device) -> nn.Module:
         """A timm model whose feed-forward networks have this share of their hidden neurons."""
@@ -63,16 +50,6 @@ class Case:
             self.name, num_classes=CLASSES, mlp_ratio=4.0 * fraction, **self.model_args
         )
         return model.to(device)
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """(B, 3, H, W)."""
-        size = self.model_args.get("img_size", 224)
-        return (self.batch, 3, size, size)
-
-    def __str__(self) -> str:
-        depth = f", {self.model_args['depth']} layers" if "depth" in self.model_args else ""
-        return f"{self.name} at {self.input_shape[-1]}{depth}, batch {self.batch}"
 
 
 QUICK = Case("vit_tiny_patch16_224", 2, {"img_size": 32, "depth": 2})

@@ -4,9 +4,35 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+
+@dataclass
+class ImageCase:
+    """One timm model at one batch size; a benchmark adds how it is built.
+
+    Attributes:
+        name: timm architecture.
+        batch: images in a batch.
+        model_args: further arguments of timm.create_model.
+    """
+
+    name: str
+    batch: int
+    model_args: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """(B, 3, H, W)."""
+        size = self.model_args.get("img_size", 224)
+        return (self.batch, 3, size, size)
+
+    def __str__(self) -> str:
+        depth = f", {self.model_args['depth']} layers" if "depth" in self.model_args else ""
+        return f"{self.name} at {self.input_shape[-1]}{depth}, batch {self.batch}"
 
 
 def rounds(

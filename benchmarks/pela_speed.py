@@ -26,15 +26,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import timm
 import torch
 from torch import nn
 
-from benchmarks.paired import machine, markdown, ratio, rounds
+from benchmarks.paired import ImageCase, machine, markdown, ratio, rounds
 from lightning_modules.counting import count_macs, count_parameters
 from lightning_modules.pela import factorize, plan_uniform
 from lightning_modules.pela.factorize import low_rank_layers
@@ -46,19 +44,8 @@ CLASSES = 1000
 SYSTEMS = ("dense, all weights", "dense, LoRA", "low-rank, all weights", "low-rank, LoRA")
 
 
-@dataclass
-class Case:
-    """One model at one batch size.
-
-    Attributes:
-        name: timm architecture.
-        batch: images in a batch.
-        model_args: further arguments of timm.create_model.
-    """
-
-    name: str
-    batch: int
-    model_args: dict[str, Any] = field(default_factory=dict)
+class Case(ImageCase):
+    """See `ImageCase`."""
 
     def build(self, low_rank: bool, device: torch.device) -> nn.Module:
         """The model with random weights; the factors are not computed, time does not need them."""
@@ -70,15 +57,6 @@ class Case:
                 nn.init.normal_(layer.u.weight, std=0.02)
                 nn.init.normal_(layer.v.weight, std=0.02)
         return model.to(device)
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """(B, 3, H, W)."""
-        size = self.model_args.get("img_size", 224)
-        return (self.batch, 3, size, size)
-
-    def __str__(self) -> str:
-        return f"{self.name} at {self.input_shape[-1]}, batch {self.batch}"
 
 
 QUICK = Case("vit_tiny_patch16_224", 2, {"img_size": 32, "depth": 2})

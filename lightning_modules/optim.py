@@ -66,17 +66,20 @@ def training_steps(trainer: Any) -> int:
     return steps
 
 
-def with_schedule(optimizer: Optimizer, schedule: str, warmup_steps: int, total_steps: int) -> Any:
+def with_schedule(
+    optimizer: Optimizer, schedule: str, warmup_steps: float, total_steps: int
+) -> Any:
     """The optimizer with a learning rate that changes every step, as Lightning takes it.
 
     Args:
         optimizer: its `lr` is the peak.
         schedule: a name of transformers' get_scheduler: "cosine", "linear",
             "constant_with_warmup", …
-        warmup_steps: optimizer steps of linear warm-up from 0.
+        warmup_steps: optimizer steps of linear warm-up from 0, or a share of all if below 1.
         total_steps: optimizer steps of the whole run.
     """
-    scheduler = get_scheduler(schedule, optimizer, warmup_steps, total_steps)
+    warmup = round(warmup_steps * total_steps if warmup_steps < 1 else warmup_steps)
+    scheduler = get_scheduler(schedule, optimizer, warmup, total_steps)
     return {
         "optimizer": optimizer,
         "lr_scheduler": {"scheduler": scheduler, "interval": "step"},

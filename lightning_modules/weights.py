@@ -2,8 +2,10 @@
 
 import logging
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -112,6 +114,29 @@ def load_weights(model: nn.Module, source: str | Path) -> LoadReport:
     complete = not (report.missing or report.unexpected or report.reshaped)
     log.log(logging.INFO if complete else logging.WARNING, "init_from %s: %s", source, report)
     return report
+
+
+def refuse_another_model(
+    checkpoint: Mapping[str, Any], hparams: Mapping[str, Any], names: Iterable[str]
+) -> None:
+    """Compare a Lightning checkpoint's hyperparameters with this run's, before any tensor.
+
+    Args:
+        checkpoint: as `on_load_checkpoint` gets it.
+        hparams: this run's.
+        names: those that make the model what it is.
+
+    Raises:
+        ValueError: naming the first that differs; empty and None are the same.
+    """
+    saved = checkpoint.get("hyper_parameters", {})
+    for name in names:
+        theirs, ours = saved.get(name), hparams.get(name)
+        if (name in saved) != (name in hparams) or (theirs or None) != (ours or None):
+            raise ValueError(
+                f"this checkpoint is of another model: its {name} is {theirs!r}, this run's is "
+                f"{ours!r}; to start anew from its weights use model.init_from"
+            )
 
 
 def resample_positions(model: nn.Module, positions: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from lightning_modules.optim import (
     training_steps,
     with_schedule,
 )
-from lightning_modules.weights import load_weights
+from lightning_modules.weights import load_weights, refuse_another_model
 
 
 class MatViT(L.LightningModule):
@@ -220,11 +220,5 @@ class MatViT(L.LightningModule):
         Raises:
             ValueError: naming what differs.
         """
-        saved = checkpoint.get("hyper_parameters", {})
-        for name in ("architecture", "model_args", "num_classes", "fractions", "part"):
-            ours = self.hparams[name]
-            if name not in saved or (saved[name] or None) != (ours or None):
-                raise ValueError(
-                    f"this checkpoint is of another model: its {name} is {saved.get(name)!r}, "
-                    f"this run's is {ours!r}; to start anew from its weights use model.init_from"
-                )
+        names = ("architecture", "model_args", "num_classes", "fractions", "part")
+        refuse_another_model(checkpoint, self.hparams, names)

@@ -26,7 +26,7 @@ from lightning_modules.pela.losses import feature_distillation, weight_perturbat
 from lightning_modules.pela.rivals import maskalign, tinybert
 from lightning_modules.pela.tome import add_tome
 from lightning_modules.tuning import tune
-from lightning_modules.weights import load_weights
+from lightning_modules.weights import load_weights, refuse_another_model
 
 
 class PELA(L.LightningModule):
@@ -277,12 +277,6 @@ class PELA(L.LightningModule):
         Raises:
             ValueError: naming what differs.
         """
-        saved = checkpoint.get("hyper_parameters", {})
-        names = ("architecture", "model_args", "num_classes", "ratio", "allocation", "skip")
-        for name in (*names, "lora_rank", "merged_tokens", "ranks"):
-            ours = self.hparams[name]
-            if name not in saved or (saved[name] or None) != (ours or None):
-                raise ValueError(
-                    f"this checkpoint is of another model: its {name} is {saved.get(name)!r}, "
-                    f"this run's is {ours!r}; to start anew from its weights use model.init_from"
-                )
+        names = ["architecture", "model_args", "num_classes", "ratio", "allocation", "skip"]
+        names += ["lora_rank", "merged_tokens", "ranks"]
+        refuse_another_model(checkpoint, self.hparams, names)

@@ -44,7 +44,7 @@ from lightning_modules.self_distillation.r3f import r3f
 from lightning_modules.self_distillation.recadam import RecAdam
 from lightning_modules.self_distillation.supcon import contrastive_loss
 from lightning_modules.self_distillation.tracking import fingerprint
-from lightning_modules.weights import load_weights
+from lightning_modules.weights import load_weights, refuse_another_model
 
 IGNORED = -100  # label of a sample that only fills up the last evaluation round
 
@@ -136,9 +136,7 @@ class Stage(L.LightningModule):
         h = self.settings
         groups = parameter_groups(self.model, h.weight_decay, h.decay_vectors)
         optimizer = self.build_optimizer(groups)
-        total = training_steps(self.trainer)
-        warmup = round(h.warmup * total) if h.warmup < 1 else round(h.warmup)
-        return with_schedule(optimizer, h.schedule, warmup, total)
+        return with_schedule(optimizer, h.schedule, h.warmup, training_steps(self.trainer))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write down what the stage began with."""
@@ -150,14 +148,7 @@ class Stage(L.LightningModule):
         Raises:
             ValueError: naming what differs.
         """
-        saved = checkpoint.get("hyper_parameters", {})
-        for name in self.identity:
-            ours = self.hparams[name]
-            if name not in saved or (saved[name] or None) != (ours or None):
-                raise ValueError(
-                    f"this checkpoint is of another model: its {name} is {saved.get(name)!r}, "
-                    f"this run's is {ours!r}; to start anew from its weights use model.init_from"
-                )
+        refuse_another_model(checkpoint, self.hparams, self.identity)
         self.start = checkpoint["start"]
 
 

@@ -24,7 +24,7 @@ from lightning_modules.optim import (
 )
 from lightning_modules.tuning import Tuning, trainable, tune
 from lightning_modules.vera.vera import Init, add_vera, in_heads
-from lightning_modules.weights import load_weights
+from lightning_modules.weights import load_weights, refuse_another_model
 
 IGNORED = -100  # label of what only pads
 
@@ -221,9 +221,7 @@ class FineTuning(L.LightningModule):
                 if params:
                     groups.append({**group, "params": params, "lr": lr})
         optimizer = build_optimizer("adamw", groups, h.lr, tuple(h.betas))
-        total = training_steps(self.trainer)
-        warmup = round(h.warmup * total) if h.warmup < 1 else round(h.warmup)
-        return with_schedule(optimizer, h.schedule, warmup, total)
+        return with_schedule(optimizer, h.schedule, h.warmup, training_steps(self.trainer))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse the checkpoint of another model or method.
@@ -231,17 +229,10 @@ class FineTuning(L.LightningModule):
         Raises:
             ValueError: naming what differs.
         """
-        saved = checkpoint.get("hyper_parameters", {})
         names = ["architecture", "model_args", "num_classes", "method", "rank", "targets", "heads"]
         if self.settings.method == "vera":
             names += ["projection_seed", "init", "shared", "train"]
-        for name in names:
-            ours = self.hparams.get(name)
-            if (saved.get(name) or None) != (ours or None):
-                raise ValueError(
-                    f"this checkpoint is of another model: its {name} is {saved.get(name)!r}, "
-                    f"this run's is {ours!r}; to start anew from its weights use model.init_from"
-                )
+        refuse_another_model(checkpoint, self.hparams, names)
 
 
 class TextTuning(FineTuning):

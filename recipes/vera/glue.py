@@ -154,24 +154,41 @@ def report(experiment: Experiment, grid: dict[str, Any], results: Sequence[Score
     write_report(experiment.out, text, metrics_file)
 
 
-def plot(experiment: Experiment, results: Sequence[Scores]) -> None:
-    """Score against tuned parameters, one panel for each task; a dotted line is the head's."""
+def plot(
+    experiment: Experiment,
+    results: Sequence[Scores],
+    key: str = "score",
+    name: str = "glue",
+    mean: bool = False,
+) -> None:
+    """A score against tuned parameters, one panel for each task; a dotted line is the head's.
+
+    Args:
+        experiment: where to.
+        results: by seed.
+        key: which score, a share of one.
+        name: of the file.
+        mean: of the seeds, with their standard deviation; else their median, with their range.
+    """
     tasks = list(next(iter(results[0].values())))
     figure, axes = plt.subplots(1, len(tasks), figsize=(3.2 * len(tasks) + 1.5, 3.6), squeeze=False)
     for axis, task in zip(axes[0], tasks, strict=True):
         for method in results[0]:
-            values = [100 * r[method][task]["score"] for r in results]
+            values = [100 * r[method][task][key] for r in results]
+            centre = statistics.fmean(values) if mean else statistics.median(values)
             if method == "head":
-                axis.axhline(statistics.median(values), color="grey", ls=":", label=NAMES[method])
+                axis.axhline(centre, color="grey", ls=":", label=NAMES[method])
                 continue
-            median = statistics.median(values)
-            spread = [[median - min(values)], [max(values) - median]]
+            spread = [[centre - min(values)], [max(values) - centre]]
+            if mean:
+                sd = statistics.stdev(values) if len(values) > 1 else 0.0
+                spread = [[sd], [sd]]
             tuned = results[0][method][task]["tuned"]
-            axis.errorbar(tuned, median, spread, fmt="o", capsize=3, label=NAMES[method])
+            axis.errorbar(tuned, centre, spread, fmt="o", capsize=3, label=NAMES[method])
         axis.set(title=task, xscale="log", xlabel="tuned parameters")
-    axes[0][0].set_ylabel("score, %")
+    axes[0][0].set_ylabel(f"{key}, %")
     axes[0][-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize="small")
-    save_plot(figure, experiment.out / "glue.png")
+    save_plot(figure, experiment.out / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -11,16 +11,13 @@ preset has none, one trained here first.
                                                              ViT-B and ViT-L, four data sets
 """
 
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from matplotlib import pyplot as plt
-
 from recipes.cli import console
 from recipes.experiment import Experiment, StageResult, from_command_line
-from recipes.report import markdown_table, mean_sd, save_plot, show_table, write_report
-from recipes.vera.glue import NAMES, read_grid
+from recipes.report import markdown_table, mean_sd, show_table, write_report
+from recipes.vera.glue import NAMES, plot, read_grid
 
 SETS = ("CIFAR-100", "Food-101", "Flowers-102", "RESISC45")
 PAPER = {  # accuracy, %, in the order of SETS
@@ -88,7 +85,7 @@ def report(experiment: Experiment, results: Sequence[Scores], start: StageResult
         accuracies = [mean_sd([r[method][name]["accuracy"] for r in results], 100) for name in sets]
         rows.append([NAMES[method], " / ".join(counts), *accuracies])
     show_table(f"Ten images of each class ({experiment.preset}): accuracy, %", header, rows)
-    plot(experiment, results)
+    plot(experiment, results, "accuracy", "images", mean=True)
     begin = "Every run begins with the hub's weights."
     if start is not None:
         begin = (
@@ -111,26 +108,6 @@ def report(experiment: Experiment, results: Sequence[Scores], start: StageResult
     ]
     metrics = {"provenance": experiment.provenance(len(results)), "seeds": results}
     write_report(experiment.out, text, metrics)
-
-
-def plot(experiment: Experiment, results: Sequence[Scores]) -> None:
-    """Accuracy against tuned parameters, one panel a data set; a dotted line is the head's."""
-    sets = list(next(iter(results[0].values())))
-    figure, axes = plt.subplots(1, len(sets), figsize=(3.2 * len(sets) + 1.5, 3.6), squeeze=False)
-    for axis, name in zip(axes[0], sets, strict=True):
-        for method in results[0]:
-            values = [100 * r[method][name]["accuracy"] for r in results]
-            mean = statistics.fmean(values)
-            if method == "head":
-                axis.axhline(mean, color="grey", ls=":", label=NAMES[method])
-                continue
-            spread = statistics.stdev(values) if len(values) > 1 else 0.0
-            tuned = results[0][method][name]["tuned"]
-            axis.errorbar(tuned, mean, spread, fmt="o", capsize=3, label=NAMES[method])
-        axis.set(title=name, xscale="log", xlabel="tuned parameters")
-    axes[0][0].set_ylabel("accuracy, %")
-    axes[0][-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize="small")
-    save_plot(figure, experiment.out / "images.png")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from lightning_modules.pela.downstream.detection import Detector, postprocess
 from lightning_modules.pela.downstream.pyramid import Pyramid, build_backbone
 from lightning_modules.pela.downstream.segmentation import Segmenter, segmentation_loss
 from lightning_modules.pela.factorize import SKIP
+from lightning_modules.weights import refuse_another_model
 
 
 class Downstream(L.LightningModule):
@@ -140,14 +141,8 @@ class Downstream(L.LightningModule):
         Raises:
             ValueError: naming what differs.
         """
-        saved = checkpoint.get("hyper_parameters", {})
-        for name in ("architecture", "model_args", "num_classes", "ratio", "ranks"):
-            ours = self.hparams[name]
-            if name not in saved or (saved[name] or None) != (ours or None):
-                raise ValueError(
-                    f"this checkpoint is of another model: its {name} is {saved.get(name)!r}, "
-                    f"this run's is {ours!r}; to start anew from its weights use model.init_from"
-                )
+        names = ("architecture", "model_args", "num_classes", "ratio", "ranks")
+        refuse_another_model(checkpoint, self.hparams, names)
 
 
 class Segmentation(Downstream):
