@@ -10,9 +10,8 @@ in evaluation COCO's rules leave out what is found in it.
 
 import json
 import random
-import tempfile
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image, ImageDraw
@@ -22,11 +21,7 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from datamodules.images import read_image
-from datamodules.loading import PartsData
-from datamodules.segmentation import IMAGENET_MEAN, IMAGENET_STD, SHAPES, Square, draw_shape
-from datamodules.text import data_folder
-
-NAME = "coco"
+from datamodules.scenes import SHAPES, SceneData, Square, draw_shape
 
 
 class Annotated(NamedTuple):
@@ -82,7 +77,7 @@ class DetectionSet(Dataset):
         return default_collate(list(images)), list(targets), default_collate(list(places))
 
 
-class DetectionData(PartsData):
+class DetectionData(SceneData):
     """Batches `(images (B, 3, S, S), targets, places (B,))`.
 
     A target has "class_labels" (n,) and "boxes" (n, 4), (centre x, centre y, width, height) as
@@ -97,45 +92,18 @@ class DetectionData(PartsData):
     images are not public.
 
     Args:
-        root: the folder of COCO; `coco` in $RECIPES_DATA when None.
-        source: "folder" reads `root`; "generated" writes a small set of the same form with
-            `write_coco` and reads that.
         image_size: S in pixels.
-        batch_size: images per device and training step.
-        mean: of the pixel values (0 to 1), per channel.
-        std: likewise.
-        generate: arguments of `write_coco`.
-        **kwargs: see `PartsData`.
+        **kwargs: see `SceneData`.
     """
 
-    def __init__(
-        self,
-        root: str | None = None,
-        source: Literal["folder", "generated"] = "folder",
-        image_size: int = 800,
-        batch_size: int = 2,
-        mean: tuple[float, float, float] = IMAGENET_MEAN,
-        std: tuple[float, float, float] = IMAGENET_STD,
-        generate: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(batch_size=batch_size, **kwargs)
-        if source not in ("folder", "generated"):
-            raise ValueError(f"source is {source!r}, expected folder or generated.")
-        self.root, self.source, self.generate = root, source, generate
-        self.image_size, self.mean, self.std = image_size, mean, std
-        self._scratch: tempfile.TemporaryDirectory | None = None
+    folder_name = "coco"
+
+    def __init__(self, image_size: int = 800, **kwargs: Any) -> None:
+        super().__init__(image_size=image_size, **kwargs)
         self._parts: dict[str, tuple[list[str], list[Annotated]]] = {}
 
-    @property
-    def folder(self) -> Path:
-        """Where the data lie; generated ones are written when this is first asked for."""
-        if self.source == "folder":
-            return data_folder(self.root, NAME)
-        if self._scratch is None:
-            self._scratch = tempfile.TemporaryDirectory()  # goes when this object does
-            write_coco(self._scratch.name, seed=self.seed, **(self.generate or {}))
-        return Path(self._scratch.name)
+    def write(self, folder: str, **settings: Any) -> None:
+        write_coco(folder, **settings)
 
     @property
     def class_names(self) -> list[str]:

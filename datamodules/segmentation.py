@@ -9,9 +9,8 @@ move down by one and 0 becomes -100.
 """
 
 import random
-import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,13 +21,12 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from datamodules.images import read_image
-from datamodules.loading import IGNORED, PartsData
-from datamodules.text import data_folder
+from datamodules.loading import IGNORED
+from datamodules.scenes import SHAPES, SceneData, Square, draw_shape
 
 NAME = "ADEChallengeData2016"
 CLASSES = "objectInfo150.txt"
 PARTS = {"train": "training", "val": "validation"}
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class SegmentationSet(Dataset):
@@ -76,7 +74,7 @@ class SegmentationSet(Dataset):
         return image, torch.where(labels == 0, IGNORED, labels - 1)
 
 
-class SegmentationData(PartsData):
+class SegmentationData(SceneData):
     """Batches `(images (B, 3, S, S), labels (B, S, S))`; a label is a class or -100.
 
     Training: the shorter side is resized to between half and twice S, then a square is cropped
@@ -88,44 +86,13 @@ class SegmentationData(PartsData):
     the test images are not public.
 
     Args:
-        root: the folder ADEChallengeData2016; the one in $RECIPES_DATA when None.
-        source: "folder" reads `root`; "generated" writes a small set of the same form with
-            `write_ade20k` and reads that.
-        image_size: S in pixels.
-        batch_size: images per device and training step; at least 2 for batch normalisation.
-        mean: of the pixel values (0 to 1), per channel.
-        std: likewise.
-        generate: arguments of `write_ade20k`.
-        **kwargs: see `PartsData`.
+        **kwargs: see `SceneData`; a batch size of at least 2 for batch normalisation.
     """
 
-    def __init__(
-        self,
-        root: str | None = None,
-        source: Literal["folder", "generated"] = "folder",
-        image_size: int = 512,
-        batch_size: int = 2,
-        mean: tuple[float, float, float] = IMAGENET_MEAN,
-        std: tuple[float, float, float] = IMAGENET_STD,
-        generate: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(batch_size=batch_size, **kwargs)
-        if source not in ("folder", "generated"):
-            raise ValueError(f"source is {source!r}, expected folder or generated.")
-        self.root, self.source, self.generate = root, source, generate
-        self.image_size, self.mean, self.std = image_size, mean, std
-        self._scratch: tempfile.TemporaryDirectory | None = None
+    folder_name = NAME
 
-    @property
-    def folder(self) -> Path:
-        """Where the data lie; generated ones are written when this is first asked for."""
-        if self.source == "folder":
-            return data_folder(self.root, NAME)
-        if self._scratch is None:
-            self._scratch = tempfile.TemporaryDirectory()  # goes when this object does
-            write_ade20k(self._scratch.name, seed=self.seed, **(self.generate or {}))
-        return Path(self._scratch.name)
+    def write(self, folder: str, **settings: Any) -> None:
+        write_ade20k(folder, **settings)
 
     @property
     def class_names(self) -> list[str]:
@@ -159,35 +126,11 @@ class SegmentationData(PartsData):
 
     def _filling(self) -> dict[Any, Any]:
         """The mean colour for images, no class for labels."""
-        return {
-            tv_tensors.Image: [round(255 * value) for value in self.mean],
-            tv_tensors.Mask: IGNORED,
-        }
+        return {tv_tensors.Image: [round(255 * x) for x in self.mean], tv_tensors.Mask: IGNORED}
 
     def _to_tensor(self) -> list[v2.Transform]:
         to_float = v2.ToDtype({tv_tensors.Image: torch.float32, "others": None}, scale=True)
         return [to_float, v2.Normalize(self.mean, self.std)]
-
-
-class Square(v2.Transform):
-    """Resizes the longer side to `size` pixels and fills up at the right and at the bottom.
-
-    Args:
-        size: of the square.
-        fill: as for torchvision's pad.
-    """
-
-    def __init__(self, size: int, fill: Any) -> None:
-        super().__init__()
-        self.size, self.fill = size, fill
-
-    def forward(self, *inputs: Any) -> Any:
-        """The inputs, all resized and padded alike."""
-        height, width = v2.functional.get_size(inputs[0])
-        scale = self.size / max(height, width)
-        height, width = (max(1, round(side * scale)) for side in (height, width))
-        padding = [0, 0, self.size - width, self.size - height]
-        return v2.Compose([v2.Resize([height, width]), v2.Pad(padding, fill=self.fill)])(*inputs)
 
 
 # Reading.
@@ -238,8 +181,6 @@ def list_pairs(folder: Path, part: str) -> list[tuple[Path, Path]]:
 
 
 # A small set of the same form.
-
-SHAPES = ("square", "disc", "triangle")
 
 
 def write_ade20k(
@@ -296,16 +237,3 @@ def _scene(rng: random.Random, size: int) -> tuple[Image.Image, Image.Image]:
         draw_shape(label, SHAPES[kind], (x, y, x + side, y + side), kind + 2)
     label.rectangle([0, 0, width - 1, height - 1], outline=0)
     return image, labels
-
-
-def draw_shape(
-    draw: ImageDraw.ImageDraw, shape: str, box: tuple[int, int, int, int], fill: Any
-) -> None:
-    """One of SHAPES that touches the four sides of a box (x1, y1, x2, y2)."""
-    if shape == "square":
-        draw.rectangle(box, fill=fill)
-    elif shape == "disc":
-        draw.ellipse(box, fill=fill)
-    else:
-        x1, y1, x2, y2 = box
-        draw.polygon([(x1, y2), (x2, y2), ((x1 + x2) // 2, y1)], fill=fill)

@@ -10,7 +10,7 @@ from pycocotools.coco import COCO
 
 from datamodules import DetectionData
 from datamodules.detection import NUMBERS, read_coco, write_coco
-from datamodules.segmentation import SHAPES
+from datamodules.scenes import SHAPES
 
 
 @pytest.fixture(scope="module")

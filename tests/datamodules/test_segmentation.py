@@ -7,7 +7,8 @@ from PIL import Image
 from torchvision import tv_tensors
 
 from datamodules import SegmentationData
-from datamodules.segmentation import SHAPES, Square, read_classes, write_ade20k
+from datamodules.scenes import SHAPES, Square
+from datamodules.segmentation import read_classes, write_ade20k
 
 
 @pytest.fixture(scope="module")

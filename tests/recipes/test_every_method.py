@@ -2,127 +2,86 @@
 on two (DDP and FSDP2), and its checkpoint loads under weights_only.
 
 A stage is added by a line in STAGES. (MatFormer's own draws are in test_resume and
-test_distributed.) Run as a script, this file is `python -m recipes` with a witness that the
-command line can name: Lightning starts the second process by running the script again.
+test_distributed.)
 """
 
-import cpu_torchvision  # noqa: F401  (first: see its docstring)
-
 import json
-import shutil
-import subprocess
-import sys
-from pathlib import Path
+from functools import cache
 
-import lightning as L
 import pytest
+import timm
 import torch
-from torch.distributed.tensor import DTensor
 
-from recipes.cli import main
+from lightning_modules.pela import PELA
+from tests.recipes import stage_runs
+from tests.recipes.stage_runs import Killed, assert_same, logged, under_both_strategies
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+REPAIR = "pela/deit_b"
+VIT = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 3, "num_heads": 2}
+NOISE = {"drop_path_rate": 0.2, "proj_drop_rate": 0.1}
+VALIDATED = "--trainer.check_val_every_n_epoch=1"
+SCENES = ['--data.generate={"train": 25, "val": 3}', "--data.batch_size=4", VALIDATED]
 STAGES = {
     # stage → further options; its `tiny` preset has several epochs of a few batches
     "vera/glue": ["--data.limit=80"],
     "vera/e2e": ["--data.limit=80"],
     "self_distillation/images_finetune": ["--data.per_class=20", "--model.method=mars"],
     "self_distillation/text_adapt": [],
-}
-FSDP2 = {
-    "class_path": "lightning.pytorch.strategies.ModelParallelStrategy",
-    "init_args": {
-        "data_parallel_size": 2,
-        "tensor_parallel_size": 1,
-        "save_distributed_checkpoint": False,
-    },
+    REPAIR: [
+        f"--model.model_args={json.dumps(VIT | NOISE)}",
+        # forms of the losses whose gradients no other part could hide
+        *("--model.setting=paper", "--model.p=2.0", "--model.beta=1.0", "--model.warmup_steps=2"),
+        *("--data.batch_size=208", VALIDATED),
+    ],
+    "pela/segmentation": SCENES,
+    "pela/detection": SCENES,
 }
 STEPS, KILLED_AT, RESUMED_AT = 8, 5, 4
-TRANSPORT_CRASHES = 2  # torch 2.13's gloo: see test_distributed
 
 
-class Killed(Exception):
-    """Stands for a power cut."""
+@cache
+def dense_weights():
+    """Of what PELA's stage repairs: a teacher that any change of shows."""
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=10, **VIT)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return dict(model.state_dict())
 
 
-class Witness(L.Callback):
-    """Writes down what each process lost and ended with; kills the run at a step if told to."""
-
-    def __init__(self, folder: str, kill_at: int | None = None):
-        self.folder, self.kill_at = Path(folder), kill_at
-        self.losses: list[float] = []
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step == self.kill_at:
-            raise Killed
+class Witness(stage_runs.Witness):
+    """Sees to it, too, that PELA's teacher stays as it was and takes no part in training."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.losses.append(outputs["loss"].item())
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if not isinstance(pl_module, PELA):
+            return
+        teacher = pl_module.teacher
+        assert not teacher.training and not any(p.requires_grad for p in teacher.parameters())
+        assert_same(dict(teacher.state_dict()), dense_weights())
+        # DistributedDataParallel, where there is one: its parameters are its buckets'
+        held = {id(p) for p in trainer.strategy.model.parameters()}
+        assert not held & {id(p) for p in teacher.parameters()}
 
-    def on_train_end(self, trainer, pl_module):
-        weights = {
-            name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-            for name, value in pl_module.named_parameters()
-        }
-        sharded = any(isinstance(value, DTensor) for value in pl_module.parameters())
-        record = {"losses": self.losses, "weights": weights, "sharded": sharded}
-        torch.save(record, self.folder / f"rank{trainer.global_rank}.pt")
 
-
-def arguments(stage, folder, *options, witness, kill_at=None):
-    callback = {
-        "class_path": f"{witness}.Witness",
-        "init_args": {"folder": str(folder), "kill_at": kill_at},
-    }
-    logger = {
-        "class_path": "lightning.pytorch.loggers.CSVLogger",
-        "init_args": {"save_dir": str(folder), "name": "", "version": ""},
-    }
-    base = RECIPES / stage
-    return [
-        *("fit", "-c", f"{base}.yaml", "-c", f"{base}.tiny.yaml"),
-        *STAGES[stage],
-        "--trainer.max_epochs=-1",
-        f"--trainer.max_steps={STEPS}",
-        "--trainer.limit_val_batches=2",
-        "--trainer.enable_progress_bar=false",
-        "--trainer.log_every_n_steps=1",
-        f"--trainer.callbacks+={json.dumps(callback)}",
-        f"--trainer.logger={json.dumps(logger)}",
-        f"--trainer.default_root_dir={folder}",
-        f"--checkpoint.dirpath={folder}",
-        "--checkpoint.every_n_epochs=null",
-        "--checkpoint.every_n_train_steps=2",
-        "--checkpoint.save_top_k=-1",
-        *options,
-    ]
+def options_of(stage, folder):
+    options = [
+        "--trainer.max_epochs=-1", f"--trainer.max_steps={STEPS}", "--trainer.limit_val_batches=2"
+    ]  # fmt: skip
+    if stage == REPAIR:
+        torch.save(dense_weights(), folder.parent / "dense.pt")
+        options.append(f"--model.init_from={folder.parent / 'dense.pt'}")
+    return [*options, *STAGES[stage]]
 
 
 def in_one_process(stage, folder, *options, kill_at=None):
-    folder.mkdir()
-    main(arguments(stage, folder, *options, witness=__name__, kill_at=kill_at))
-    return torch.load(folder / "rank0.pt", weights_only=True)
+    options = (*options_of(stage, folder), *options)
+    return stage_runs.in_one_process(stage, folder, *options, witness=Witness, kill_at=kill_at)
 
 
 def in_two_processes(stage, folder, strategy, *options):
-    two = ["--trainer.devices=2", f"--trainer.strategy={strategy}"]
-    args = arguments(stage, folder, *two, *options, witness="__main__")
-    for _ in range(TRANSPORT_CRASHES + 1):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        done = subprocess.run(
-            [sys.executable, __file__, *args], capture_output=True, text=True, timeout=240
-        )
-        if done.returncode >= 0 and "gloo/transport" not in done.stderr:
-            break
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
-
-
-@pytest.fixture
-def threads(monkeypatch, scratch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    return scratch
+    options = (*options_of(stage, folder), *options)
+    return stage_runs.in_two_processes(stage, folder, strategy, *options, witness=Witness)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -136,42 +95,55 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(stage, tmp_path):
     resumed = in_one_process(stage, tmp_path / "resumed", last)
     assert resumed["losses"] == whole["losses"][RESUMED_AT:]
     assert_same(resumed["weights"], whole["weights"])
+    assert_same_scores(stage, tmp_path)
     one, other = (
         torch.load(tmp_path / run / "last.ckpt", weights_only=True) for run in ("whole", "resumed")
     )
-    for part in ("state_dict", "optimizer_states", "lr_schedulers"):
+    for part in ("state_dict", "optimizer_states", "lr_schedulers", "hyper_parameters"):
         assert_same(one[part], other[part])
+    if stage == REPAIR:
+        with pytest.raises(ValueError, match="another model: its ratio is 2.0, this run's is 3.0"):
+            in_one_process(stage, tmp_path / "other", last, "--model.ratio=3.0")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", json.dumps(FSDP2)], ids=["ddp", "fsdp2"])
+@under_both_strategies
 @pytest.mark.parametrize("stage", STAGES)
-def test_two_processes_agree_and_resume_to_the_bit(stage, strategy, threads):
-    whole = in_two_processes(stage, threads / "whole", strategy)
+def test_two_processes_agree_and_resume_to_the_bit(stage, strategy, tmp_path):
+    whole = in_two_processes(stage, tmp_path / "whole", strategy)
     assert whole[0]["sharded"] == (strategy != "ddp")
+    assert (whole[0]["wrapped"] == "DistributedDataParallel") == (strategy == "ddp")
     assert whole[0]["losses"] != whole[1]["losses"]  # each has data of its own
     assert_same(whole[0]["weights"], whole[1]["weights"])
-    [checkpoint] = (threads / "whole").glob(f"*step={RESUMED_AT}.ckpt")
-    resumed = in_two_processes(stage, threads / "resumed", strategy, f"--ckpt_path={checkpoint}")
+    [checkpoint] = (tmp_path / "whole").glob(f"*step={RESUMED_AT}.ckpt")
+    resumed = in_two_processes(stage, tmp_path / "resumed", strategy, f"--ckpt_path={checkpoint}")
     for before, after in zip(whole, resumed, strict=True):
         assert after["losses"] == before["losses"][RESUMED_AT:]
         assert_same(after["weights"], before["weights"])
+    assert_same_scores(stage, tmp_path)
 
 
-def assert_same(one, other):
-    """Equal to the bit, through dicts and lists."""
-    if torch.is_tensor(one):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_same(one[key], other[key])
-    elif isinstance(one, list):
-        assert len(one) == len(other)
-        for pair in zip(one, other, strict=True):
-            assert_same(*pair)
-    else:
-        assert one == other
+def assert_same_scores(stage, folder):
+    """Of validation, which may have state of its own."""
+    scores, later = (logged(folder / run, "val/") for run in ("whole", "resumed"))
+    assert later or stage.startswith("self_distillation")
+    assert later == scores[len(scores) - len(later) :]
 
 
-if __name__ == "__main__":
-    main()
+QUIET = f"--model.model_args={json.dumps(VIT)}"  # no noise that each process draws for itself
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    return in_one_process(REPAIR, folder, QUIET, "--data.batch_size=256")
+
+
+@under_both_strategies
+def test_two_processes_compute_what_one_does(strategy, alone, tmp_path):
+    """PELA's teacher and losses, on the same 256 images a step."""
+    quiet = (QUIET, "--data.batch_size=128")
+    two, other = in_two_processes(REPAIR, tmp_path / "two", strategy, *quiet)
+    for name, value in alone["weights"].items():
+        torch.testing.assert_close(two["weights"][name], value, atol=1e-3, rtol=1e-3, msg=name)
+    mean = (torch.tensor(two["losses"]) + torch.tensor(other["losses"])) / 2
+    torch.testing.assert_close(mean, torch.tensor(alone["losses"]), atol=1e-4, rtol=1e-4)

@@ -165,6 +165,30 @@ class Segmentation(Downstream):
         """UPerNet."""
         return Segmenter(Pyramid(backbone), self.settings.num_classes, self.settings.channels)
 
+    def configure_model(self) -> None:
+        """Build the model, see `Downstream`.
+
+        Raises:
+            ValueError: if batch normalisation is to be synchronised and would not be.
+        """
+        if self.device_mesh is not None:
+            strategy: Any = self.trainer.strategy
+            if strategy._layer_sync is not None:
+                raise ValueError(
+                    "trainer.sync_batchnorm is true, which Lightning's ModelParallelStrategy "
+                    "leaves out: set trainer.strategy to ddp, or trainer.sync_batchnorm to false"
+                )
+        super().configure_model()
+
+    def on_validation_start(self) -> None:
+        """Score one model on all processes, that of the checkpoint.
+
+        Each has its own running statistics of batch normalisation, and those of process 0 count.
+        """
+        if self.trainer.world_size > 1:
+            for buffer in self.model.buffers():
+                torch.distributed.broadcast(buffer, src=0)
+
     def forward(self, images: Tensor) -> Any:
         """Logits (B, K, H, W) for images (B, 3, H, W); in training the auxiliary head's too."""
         return self.model(images)

@@ -167,6 +167,15 @@ def test_miou_sums_the_whole_set_and_leaves_out_what_has_no_label(monkeypatch):
     assert logged["val/pixel_accuracy"].item() == pytest.approx(right.item(), abs=1e-6)
 
 
+def test_batch_normalisation_that_nobody_would_synchronise_is_refused(monkeypatch):
+    module = Segmentation(num_classes=4, architecture=VIT, model_args=ARGS)
+    strategy = types.SimpleNamespace(_layer_sync="of trainer.sync_batchnorm")
+    monkeypatch.setattr(type(module), "trainer", types.SimpleNamespace(strategy=strategy))
+    module._device_mesh = "of FSDP2"
+    with pytest.raises(ValueError, match="sync_batchnorm is true, which .* leaves out"):
+        module.configure_model()
+
+
 def test_detector_starts_with_rare_small_boxes_and_trains_every_parameter():
     detector = Detector(Pyramid(build_backbone(VIT, ARGS)[0], finest=1), 7, DETR)
     logits, boxes, loss = detector(images(), targets())

@@ -1,0 +1,102 @@
+"""Images of scenes, with more to say of each than one class: segmentation's and detection's."""
+
+import tempfile
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from PIL import ImageDraw
+from torchvision.transforms import v2
+
+from datamodules.loading import PartsData
+from datamodules.text import data_folder
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class SceneData(PartsData):
+    """Where the images lie, how large they are made and how their pixels are normalised.
+
+    A subclass says in `write` how a small set of its form is made.
+
+    Args:
+        root: the folder of the data; the one called `folder_name` in $RECIPES_DATA when None.
+        source: "folder" reads `root`; "generated" writes a small set of the same form and reads
+            that.
+        image_size: S, the side of the square that images become, in pixels.
+        batch_size: images per device and training step.
+        mean: of the pixel values (0 to 1), per channel.
+        std: likewise.
+        generate: of the small set: "train", "val" (numbers of images) and "size" (in pixels).
+        **kwargs: see `PartsData`.
+    """
+
+    folder_name: ClassVar[str]
+
+    def __init__(
+        self,
+        root: str | None = None,
+        source: Literal["folder", "generated"] = "folder",
+        image_size: int = 512,
+        batch_size: int = 2,
+        mean: tuple[float, float, float] = IMAGENET_MEAN,
+        std: tuple[float, float, float] = IMAGENET_STD,
+        generate: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(batch_size=batch_size, **kwargs)
+        if source not in ("folder", "generated"):
+            raise ValueError(f"source is {source!r}, expected folder or generated.")
+        self.root, self.source, self.generate = root, source, generate
+        self.image_size, self.mean, self.std = image_size, mean, std
+        self._scratch: tempfile.TemporaryDirectory | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where the data lie; generated ones are written when this is first asked for."""
+        if self.source == "folder":
+            return data_folder(self.root, self.folder_name)
+        if self._scratch is None:
+            self._scratch = tempfile.TemporaryDirectory()  # goes when this object does
+            self.write(self._scratch.name, seed=self.seed, **(self.generate or {}))
+        return Path(self._scratch.name)
+
+    def write(self, folder: str, **settings: Any) -> None:
+        """Write a small set of the same form into a folder."""
+        raise NotImplementedError
+
+
+class Square(v2.Transform):
+    """Resizes the longer side to `size` pixels and fills up at the right and at the bottom.
+
+    Args:
+        size: of the square.
+        fill: as for torchvision's pad.
+    """
+
+    def __init__(self, size: int, fill: Any) -> None:
+        super().__init__()
+        self.size, self.fill = size, fill
+
+    def forward(self, *inputs: Any) -> Any:
+        """The inputs, all resized and padded alike."""
+        height, width = v2.functional.get_size(inputs[0])
+        scale = self.size / max(height, width)
+        height, width = (max(1, round(side * scale)) for side in (height, width))
+        padding = [0, 0, self.size - width, self.size - height]
+        return v2.Compose([v2.Resize([height, width]), v2.Pad(padding, fill=self.fill)])(*inputs)
+
+
+SHAPES = ("square", "disc", "triangle")  # of the generated scenes
+
+
+def draw_shape(
+    draw: ImageDraw.ImageDraw, shape: str, box: tuple[int, int, int, int], fill: Any
+) -> None:
+    """One of SHAPES that touches the four sides of a box (x1, y1, x2, y2)."""
+    if shape == "square":
+        draw.rectangle(box, fill=fill)
+    elif shape == "disc":
+        draw.ellipse(box, fill=fill)
+    else:
+        x1, y1, x2, y2 = box
+        draw.polygon([(x1, y2), (x2, y2), ((x1 + x2) // 2, y1)], fill=fill)
