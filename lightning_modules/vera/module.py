@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 import lightning as L
+import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -437,9 +438,21 @@ def classification_scores(num_classes: int) -> MetricCollection:
         scores = {
             "accuracy": MulticlassAccuracy(num_classes, average="micro"),
             "f1": BinaryF1Score() if num_classes == 2 else MulticlassF1Score(num_classes),
-            "matthews": MulticlassMatthewsCorrCoef(num_classes),
+            "matthews": Matthews(num_classes),
         }
     return MetricCollection(scores)
+
+
+class Matthews(MulticlassMatthewsCorrCoef):
+    """0 where all guesses or all labels are of one class, as scikit-learn and GLUE have it.
+
+    torchmetrics gives two classes another number there, which depends on how many each has.
+    """
+
+    def compute(self) -> Tensor:
+        """A scalar in [-1, 1]."""
+        one_class = any((self.confmat.sum(side) > 0).sum() < 2 for side in (0, 1))
+        return torch.zeros((), device=self.confmat.device) if one_class else super().compute()
 
 
 QUERY_AND_VALUE = [  # what the families call them

@@ -107,6 +107,17 @@ def test_scores_are_of_the_whole_set(classes):
     )
 
 
+@pytest.mark.parametrize("classes", [2, 4])
+def test_guessing_one_class_correlates_with_nothing(classes):
+    labels = torch.arange(12) % classes
+    guesses = torch.ones_like(labels)
+    scores = classification_scores(classes)
+    for guess, label in [(guesses, labels), (labels, guesses)]:
+        scores.reset()
+        scores.update(guess, label)
+        assert scores.compute()["matthews"] == matthews_corrcoef(label, guess) == 0
+
+
 def test_regression_scores_are_of_the_whole_set():
     generator = torch.Generator().manual_seed(0)
     labels = torch.rand(37, generator=generator) * 5
