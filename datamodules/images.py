@@ -3,6 +3,7 @@
 The data families are in image_folders.py, imagenet.py, cub.py, torchvision_sets.py and digits.py.
 """
 
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -161,6 +162,7 @@ class ImageData(PartsData):
         self.label_smoothing, self.val_fraction = label_smoothing, val_fraction
         self.per_class, self.classes = per_class, classes
         self._sets: dict[str, ImageSet] = {}
+        self._drawn: set[str] = set()  # parts that the seed chose
         self._class_names: list[str] = []
 
     # What a subclass writes.
@@ -170,6 +172,13 @@ class ImageData(PartsData):
         raise NotImplementedError
 
     read: Callable[[Any], Image.Image] = staticmethod(read_image)
+
+    def name_of(self, source: Any) -> str:
+        """What a manifest calls an image: its path below `folder`, or a hash of its pixels."""
+        if isinstance(source, np.ndarray):
+            return hashlib.sha256(source.tobytes()).hexdigest()
+        path = source[0] if isinstance(source, tuple) else source
+        return Path(path).relative_to(self.folder).as_posix()
 
     # What there is. All of these work before the trainer calls `setup`.
 
@@ -219,13 +228,15 @@ class ImageData(PartsData):
         names, train, val, test = self.load()
         if val is None and self.val_fraction:
             val, train = draw_per_class(train, lambda n: round(n * self.val_fraction), self.seed)
+            self._drawn |= {"train", "val"} | ({"test"} if test is None else set())
         val = (test or []) if val is None else val
         test = val if test is None else test
         if self.classes is not None:
             names, train, val, test = keep_classes(self.classes, names, train, val, test)
         if self.per_class is not None:
             limit = self.per_class
-            train, _ = draw_per_class(train, lambda n: min(n, limit), self.seed)
+            train, rest = draw_per_class(train, lambda n: min(n, limit), self.seed)
+            self._drawn |= {"train"} if rest else set()
         fixed, random = self.train_transform()
         self._sets["train"] = ImageSet(train, self.read, fixed, random)
         fixed, random = self.eval_transform()
@@ -281,6 +292,13 @@ class ImageData(PartsData):
         if self.cache:
             images.keep()  # before workers start, so that they share the memory
         return images
+
+    def members(self, part: str) -> tuple[list[str], bool]:
+        """The images of a part, each with its class; see `PartsData.members`."""
+        self.setup()
+        items = self._sets["test" if part == "predict" else part].items
+        lines = [f"{self.name_of(source)}\t{self._class_names[label]}" for source, label in items]
+        return lines, part in self._drawn
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Makes soft targets while training, if asked for; mixing is seeded for itself.

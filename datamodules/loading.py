@@ -11,6 +11,7 @@ Four small parts, for images and text alike:
 `build_loader` puts the first three together.
 """
 
+import hashlib
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -260,6 +261,25 @@ class PartsData(LightningDataModule):
     def samples(self, part: str) -> Dataset:
         """The samples of a part. Its method `collate`, if it has one, makes batches of them."""
         raise NotImplementedError
+
+    def members(self, part: str) -> tuple[list[str], bool]:
+        """A line for each sample of a part, in order, and whether the seed drew the part.
+
+        The line says which sample it is, wherever the data lie: a path below the root, or a text.
+        """
+        raise NotImplementedError
+
+    def manifest(self, part: str) -> dict[str, Any]:
+        """What is in a part, for others to check or to use again.
+
+        Returns:
+            `examples`, their number; `sha256` of the lines of `members`, each with its end; and
+            `members`, the lines, if the seed drew them: other parts follow from the data.
+        """
+        lines, drawn = self.members(part)
+        digest = hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
+        found = {"examples": len(lines), "sha256": digest}
+        return {**found, "members": lines} if drawn else found
 
     def train_dataloader(self) -> DataLoader:
         return self.loader(self.samples("train"), training=True)

@@ -118,6 +118,12 @@ class TokenizedData(PartsData):
             self._parts[part] = found
         return self._parts[part]
 
+    def members(self, part: str) -> tuple[list[str], bool]:
+        """The examples of a part as JSON; see `PartsData.members`."""
+        examples = self.examples(part)
+        lines = [json.dumps(example, ensure_ascii=False) for example in examples]
+        return lines, len(examples) < len(self.load(part))
+
     @property
     def tokenizer(self) -> Any:
         if self._tokenizer is None:
@@ -227,6 +233,11 @@ class TextData(SentenceData):
                 examples = hold_out(examples, self.val_fraction, self.seed)[0]
             return examples
         return hold_out(self._read("train"), self.val_fraction, self.seed)[1]
+
+    def members(self, part: str) -> tuple[list[str], bool]:
+        lines, drawn = super().members(part)
+        own_file = part not in ("train", "val") and self.files["test"]
+        return lines, drawn or not (self.files["val"] or own_file)
 
     def _rows(self, part: str, labelled: bool) -> list[tuple[int, dict[str, str]]]:
         columns = [self.text, self.pair, self.label if labelled else None]

@@ -86,6 +86,10 @@ class TorchvisionData(ImageData):
         dataset, index = source
         return dataset[index][0].convert("RGB")
 
+    def name_of(self, source: tuple[Any, int]) -> str:
+        """The place of an image in torchvision's set."""
+        return str(source[1])
+
 
 def items_of(dataset: Any) -> list[Item]:
     """The places of a torchvision dataset with their labels, without reading an image."""

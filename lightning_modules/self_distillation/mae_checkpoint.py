@@ -176,8 +176,9 @@ def load_mae(
     elif not any(map(in_decoder, original)):
         raise ValueError(
             f"{source} has no decoder, so it cannot predict pixels: give a pre-training checkpoint "
-            "with its decoder, such as facebook/vit-mae-base, or set fresh_decoder to start with a "
-            "new one"
+            "with its decoder, such as facebook/vit-mae-base, or fit a new one to it first, a "
+            "stage with model.train decoder (--decoder_steps 2000 of "
+            "recipes.self_distillation.images)"
         )
     return _load(model, original, source, optional=("decoder.",) if fresh_decoder else ())
 

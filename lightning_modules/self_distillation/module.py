@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
-from transformers import ViTMAEConfig, ViTMAEForPreTraining
+from transformers import AutoModelForMaskedLM, ViTMAEConfig, ViTMAEForPreTraining
 
 from lightning_modules.backbones import build_text, build_vision, shard
 from lightning_modules.optim import (
@@ -43,7 +43,7 @@ from lightning_modules.self_distillation.masked_text import mask_tokens, token_l
 from lightning_modules.self_distillation.r3f import r3f
 from lightning_modules.self_distillation.recadam import RecAdam
 from lightning_modules.self_distillation.supcon import contrastive_loss
-from lightning_modules.self_distillation.tracking import fingerprint
+from lightning_modules.self_distillation.tracking import distance, fingerprint
 from lightning_modules.weights import load_weights, refuse_another_model
 
 IGNORED = -100  # label of a sample that only fills up the last evaluation round
@@ -57,6 +57,10 @@ class Stage(L.LightningModule):
 
     Its checkpoint is the next stage's `init_from`. It also has `start`, the fingerprint of the
     weights that the stage began with (see `tracking.fingerprint`).
+
+    `train/distance` is how far the encoder has gone from there, every `log_every_n_steps`. A
+    resumed run builds the weights it began with once more; where that gives others (random ones,
+    or a file that has changed), it logs no distance.
 
     Args:
         architecture: name of the model.
@@ -88,12 +92,11 @@ class Stage(L.LightningModule):
     ):
         super().__init__()
         # where a run began is not what it is: loading it again must not download or need old files
-        self.save_hyperparameters(
-            ignore=["init_from", "pretrained", "teacher_from", "fresh_decoder"]
-        )
+        self.save_hyperparameters(ignore=["init_from", "pretrained", "teacher_from"])
         self.init_from, self.pretrained = init_from, pretrained
         self.model: Any = None
         self.start = ""
+        self.origin: dict[str, Tensor] = {}  # the encoder's weights then, while training
 
     @property
     def settings(self) -> Any:
@@ -111,6 +114,10 @@ class Stage(L.LightningModule):
     def prepare(self, model: nn.Module) -> None:
         """Change what trains."""
 
+    def encoder_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that all stages share."""
+        raise NotImplementedError
+
     def configure_model(self) -> None:
         """Build the model once, and shard it where the strategy asks."""
         if self.model is not None:
@@ -120,11 +127,14 @@ class Stage(L.LightningModule):
             self.load(model, self.init_from)
         self.start = fingerprint(model.state_dict())
         self.prepare(model)
+        self.model = model
+        if self._trainer is not None and self.trainer.state.fn == "fit":
+            parameters = self.encoder_parameters()
+            self.origin = {name: one.detach().clone() for name, one in parameters.items()}
         if self.device_mesh is not None:
             shard(model, self.device_mesh["data_parallel"])
             if hasattr(model, "encode"):
                 register_fsdp_forward_method(model, "encode")
-        self.model = model
 
     def build_optimizer(self, groups: list[dict[str, Any]]) -> Optimizer:
         """AdamW, unless a stage says otherwise."""
@@ -138,6 +148,21 @@ class Stage(L.LightningModule):
         optimizer = self.build_optimizer(groups)
         return with_schedule(optimizer, h.schedule, h.warmup, training_steps(self.trainer))
 
+    def on_train_start(self) -> None:
+        """Bring what `train/distance` is measured from to where the weights are."""
+        parameters = self.encoder_parameters() if self.origin else {}
+        self.origin = {n: laid_out(then, parameters[n]) for n, then in self.origin.items()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Report `train/distance` where the loggers write."""
+        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if self.origin and self.trainer.global_step % every == 0:
+            self.log("train/distance", distance(self.encoder_parameters(), self.origin))
+
+    def on_train_end(self) -> None:
+        """Let the copy of the weights go."""
+        self.origin = {}
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write down what the stage began with."""
         checkpoint["start"] = self.start
@@ -149,7 +174,8 @@ class Stage(L.LightningModule):
             ValueError: naming what differs.
         """
         refuse_another_model(checkpoint, self.hparams, self.identity)
-        self.start = checkpoint["start"]
+        if self.start != checkpoint["start"]:
+            self.start, self.origin = checkpoint["start"], {}
 
 
 class Adaptation(Stage):
@@ -170,7 +196,7 @@ class Adaptation(Stage):
         reduction: of an example's squared errors or divergences, "sum" or "mean".
         mae_weight: λ; 0 leaves L_MAE out, and the decoder as it is.
         mask_ratio: γ, the share of patches or tokens that are hidden.
-        train: "all", or "decoder" for the decoder of an encoder that came without one.
+        train: "all"; or "decoder", a new one for an encoder that came without, which is frozen.
         **kwargs: see `Stage`.
 
     Raises:
@@ -249,6 +275,10 @@ class Adaptation(Stage):
             for parameter in model.parameters():
                 if id(parameter) not in inside:
                     parameter.requires_grad_(False)
+
+    def encoder_parameters(self) -> dict[str, nn.Parameter]:
+        """Those of f."""
+        return dict(self.encoder_of(self.model).named_parameters())
 
     def build_teacher(self) -> nn.Module:
         """θ_0, for the callback FrozenTeacher. Its decoder is used by "predictions" only.
@@ -336,7 +366,6 @@ class ImageAdaptation(Adaptation):
             "bernoulli" (Eq. 2).
         norm_pix: predict pixels normalised within each patch; it belongs to the checkpoint.
         decoder_args: depth, width and heads of the decoder beside a timm ViT; MAE's by default.
-        fresh_decoder: keep the new decoder, whether or not init_from has one.
         **kwargs: see `Adaptation` and `Stage`.
     """
 
@@ -348,11 +377,9 @@ class ImageAdaptation(Adaptation):
         masking: Masking = "exact",
         norm_pix: bool = True,
         decoder_args: dict[str, int] | None = None,
-        fresh_decoder: bool = False,
         **kwargs: Any,
     ):
         super().__init__(architecture=architecture, **kwargs)
-        self.fresh_decoder = fresh_decoder
 
     def build(self) -> nn.Module:
         """Encoder and decoder."""
@@ -369,7 +396,7 @@ class ImageAdaptation(Adaptation):
 
     def load(self, model: Any, source: str) -> None:
         """Encoder, and decoder unless it is to be new."""
-        load_mae(model, source, self.fresh_decoder)
+        load_mae(model, source, fresh_decoder=self.settings.train == "decoder")
 
     def encoder_of(self, model: Any) -> nn.Module:
         """The ViT."""
@@ -431,15 +458,35 @@ class TextAdaptation(Adaptation):
         super().__init__(architecture=architecture, mask_ratio=mask_ratio, **kwargs)
 
     def build(self) -> nn.Module:
-        """A transformers model for masked language modelling, with `encode`."""
+        """A transformers model for masked language modelling, with `encode`.
+
+        Raises:
+            ValueError: if it comes without a head, and is not to have a new one.
+        """
         h = self.settings
-        model: Any = build_text(h.architecture, "masked", h.model_args or {}, self.pretrained)
+        args = h.model_args or {}
+        model: Any
+        if self.pretrained:
+            model, found = AutoModelForMaskedLM.from_pretrained(
+                h.architecture, dtype=torch.float32, output_loading_info=True, **args
+            )
+            if found["missing_keys"] and h.train != "decoder":
+                raise ValueError(
+                    f"{h.architecture} has no {min(found['missing_keys'])}, so it cannot predict "
+                    "tokens: fit a new head to it first, a stage with model.train decoder "
+                    "(--decoder_steps 1000 of recipes.self_distillation.text), or name a masked "
+                    "language model with its head"
+                )
+            model.train()  # it comes in eval mode, which Lightning would keep
+        else:
+            model = build_text(h.architecture, "masked", args)
         model.encode = MethodType(final_hidden_states, model)
         return model
 
     def load(self, model: Any, source: str) -> None:
-        """All of it."""
-        load_completely(model, source, "")
+        """Encoder, and head unless it is to be new."""
+        new = self.settings.train == "decoder"
+        load_completely(model, source, f"{model.base_model_prefix}." if new else "")
 
     def encoder_of(self, model: Any) -> nn.Module:
         """The model below its head. The head shares the word embeddings, which are in here."""
@@ -564,6 +611,11 @@ class Finetuning(Stage):
         if new and self.settings.method == "mars":
             self.centres = mars_start(self.model, self.heads)
 
+    def encoder_parameters(self) -> dict[str, nn.Parameter]:
+        """All but the heads'."""
+        new = tuple(f"{head}." for head in self.heads)
+        return {n: p for n, p in self.model.named_parameters() if not n.startswith(new)}
+
     def forward(self, inputs: Any) -> Tensor:
         """Logits (B, C)."""
         output = self.model(**inputs) if isinstance(inputs, dict) else self.model(inputs)
@@ -616,7 +668,8 @@ class Finetuning(Stage):
             mars_project(self.model, self.centres, self.settings.radius)
 
     def on_train_start(self) -> None:
-        """Bring MARS's start to where the weights are, sharded as they are."""
+        """As every stage, and with MARS's start: where the weights are, sharded as they are."""
+        super().on_train_start()
         parameters = dict(self.model.named_parameters())
         self.centres = {name: laid_out(c, parameters[name]) for name, c in self.centres.items()}
 
@@ -791,8 +844,8 @@ def load_completely(model: nn.Module, source: str, prefix: str) -> None:
     if lacking:
         raise ValueError(
             f"{source} does not fit {type(model).__name__}: {', '.join(lacking[:4])}; give a "
-            "checkpoint of masked language modelling with this architecture, or a hub name or "
-            "folder as architecture with pretrained: true"
+            "checkpoint of masked language modelling with this architecture, or fit a new head to "
+            "it first with model.train decoder"
         )
 
 

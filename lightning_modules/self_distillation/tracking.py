@@ -12,18 +12,21 @@ from torch.distributed.tensor import DTensor
 def distance(weights: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> float:
     """‖θ_init − θ‖₂ over the floating-point tensors that both have (arXiv 2210.02871, Sec. 5.2).
 
-    Summed in float64.
+    Each tensor's squares are summed where it is, in float32 or its own precision if higher.
 
     Args:
         weights: a state_dict.
-        start: another; what only one of them has (a head, a decoder) is left out.
+        start: another; what only one of them has (a head, a decoder) is left out. Its tensors are
+            on the same devices, and sharded likewise or not at all.
 
     Raises:
         ValueError: if they have nothing in common, or a tensor's shape differs.
     """
     total, common = 0.0, 0
     for name in weights.keys() & start.keys():
-        now, then = _whole(weights[name]), _whole(start[name])
+        now, then = weights[name], start[name]
+        if isinstance(now, DTensor) and not isinstance(then, DTensor):
+            now = now.full_tensor()
         if not now.is_floating_point():
             continue
         if now.shape != then.shape:
@@ -31,7 +34,9 @@ def distance(weights: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> floa
                 f"{name} is {tuple(now.shape)} now and was {tuple(then.shape)}: expected weights "
                 "of one architecture"
             )
-        total, common = total + float((now.double() - then.double()).square().sum()), common + 1
+        precise = torch.promote_types(now.dtype, torch.float32)
+        total += float(_whole((now.to(precise) - then.to(precise)).square().sum()))
+        common += 1
     if not common:
         raise ValueError(
             f"no names in common: {', '.join(list(weights)[:3])}, … and "

@@ -1,11 +1,17 @@
 """What images.py and text.py share: the stages in order, what is measured after them, the report.
 
-A grid (images_grid.yaml, …) says what is run. `adaptations` are stages between pre-training and
-fine-tuning, by name: settings that are laid over <kind>_adapt.yaml, with two keys of their own,
-`teacher`, the adaptation whose encoder teaches, and `times`, how many times the steps. `rows` are
-fine-tunings: settings laid over <kind>_finetune.yaml, and `from`, the adaptation that one begins
-with, or without it the original; `default` lists those that run unless --rows says otherwise.
-Every adaptation begins with the original weights, and is trained once however many rows need it.
+A grid (shared_grid.yaml, under images_grid.yaml, under images_grid.small.yaml, …) says what is run.
+`adaptations` are stages between pre-training and fine-tuning, by name: settings that are laid over
+<kind>_adapt.yaml, with two keys of their own, `teacher`, the adaptation whose encoder teaches, and
+`times`, how many times the steps. `rows` are fine-tunings: settings laid over <kind>_finetune.yaml,
+and `from`, the adaptation that one begins with, or without it the original; `default` lists those
+that run unless --rows says otherwise. Every adaptation begins with the original weights, and is
+trained once however many rows need it. `preset` names another preset, which this grid changes and
+whose stages it runs. `select` says which checkpoint of a fine-tuning is scored: that of the `last`
+step, or the `best` on the validation part.
+
+An argument of the command line goes to every stage, --adapt.model.lr to the adaptations only and
+--finetune.model.lr to the fine-tunings.
 """
 
 import argparse
@@ -59,6 +65,7 @@ NAMES = {
     "lambda_0.3": "λ = 0.3",
     "lambda_0.1": "λ = 0.1",
 }
+SIZES = ("data.per_class", "data.limit")
 ROUNDS = ("further", "self_distillation", "rounds_2", "rounds_3", "rounds_4")
 TEACHER = "callbacks.frozen_teacher.FrozenTeacher"
 
@@ -79,9 +86,14 @@ class Study:
         parts: the loaders to score on: "train" and "test", and any more.
         encoder: the encoder's weights in a checkpoint.
         paper: its tables.
-        remarks: paragraphs about the data of a set, given its name and its DataModule.
-        rows: rows to run; all of the grid's when empty.
-        unlabelled: settings of the data that adaptations see instead of the labelled ones'.
+        remarks: a sentence about the data of a set, given its DataModule.
+        use: lines of Python that classify something new, for the report: {split} is the file of a
+            set's manifest, {checkpoint} the classifier's.
+        other: settings of unlabelled data, given where it is and the labelled data's settings.
+        rows: rows to run; the grid's `default` when empty.
+        unlabelled: data that adaptations see instead of the labelled ones'.
+        select: "last" or "best"; the grid's when None.
+        decoder_steps: first fit a new decoder to the frozen encoder, for weights without one.
     """
 
     experiment: Experiment
@@ -91,13 +103,30 @@ class Study:
     encoder: Callable[[Path], dict[str, Tensor]]
     paper: Tables
     remarks: Callable[[Any], str]
+    use: str
+    other: Callable[[str, Any], dict[str, Any]]
     rows: list[str] = field(default_factory=list)
-    unlabelled: dict[str, Any] = field(default_factory=dict)
+    unlabelled: str | None = None
+    select: str | None = None
+    decoder_steps: int | None = None
 
     def run(self) -> Experiment:
         """Train, measure and report, seed after seed."""
-        self.grid = yaml.safe_load(self.experiment.files(f"{self.kind}_grid")[-1].read_text())
-        self.rows = self.rows or self.grid.get("default") or list(self.grid["rows"])
+        self.grid = read_grid(self.experiment, self.kind)
+        preset = self.grid.get("preset", self.experiment.preset)
+        given = divided(self.experiment.extra)
+        self.adapting, self.tuning = (
+            replace(self.experiment, preset=preset, extra=[*given["every"], *given[stage]])
+            for stage in ("adapt", "finetune")
+        )
+        self.unlabelled_data: dict[str, Any] = {}
+        if self.unlabelled:
+            labelled = self.parsed("adapt").data.init_args
+            self.unlabelled_data = self.other(self.unlabelled, labelled)
+        self.select = self.select or self.grid["select"]
+        if self.select == "best":
+            self.require_validation()
+        self.rows = self.rows or self.grid["default"] or list(self.grid["rows"])
         if unknown := set(self.rows) - set(self.grid["rows"]):
             raise ValueError(
                 f"--rows has {min(unknown)!r}: expected some of {', '.join(self.grid['rows'])}"
@@ -110,16 +139,49 @@ class Study:
             self.report(results)
         return self.experiment
 
+    def parsed(self, stage: str) -> Any:
+        """What the files and the command line say of a stage, "adapt" or "finetune"."""
+        experiment = self.adapting if stage == "adapt" else self.tuning
+        return parse(str(experiment.files(f"{self.kind}_{stage}")[-1]), experiment.extra)
+
+    def require_validation(self) -> None:
+        """Refuse to select among checkpoints that are never validated, before anything trains.
+
+        Raises:
+            ValueError: naming the settings.
+        """
+        trainer = self.parsed("finetune").trainer
+        steps, interval = trainer.max_steps, trainer.val_check_interval
+        late = trainer.check_val_every_n_epoch is None and 0 < steps < (interval or 0)
+        if trainer.limit_val_batches == 0 or late:
+            raise ValueError(
+                "select is best and fine-tuning never validates: its limit_val_batches is "
+                f"{trainer.limit_val_batches}, val_check_interval {interval}, max_steps {steps}; "
+                "change --finetune.trainer.limit_val_batches or "
+                "--finetune.trainer.val_check_interval, or give --select last"
+            )
+
     def begin(self) -> Path:
         """The checkpoint of (θ_init, φ_init), with which everything begins.
 
-        The grid's `pretrain` makes it, unless --model.init_from names one. Without `pretrain` it
-        is what the stage's file names: the hub's weights, read once.
+        The grid's `pretrain` makes it, unless --model.init_from names one, or its `decoder` for
+        --decoder_steps. Without these it is what the stage's file names: the hub's weights, read
+        once.
         """
         name = f"{self.kind}_adapt"
-        given = parse(str(self.experiment.files(name)[-1]), self.experiment.extra).model
-        if self.grid["pretrain"] is not None and given.init_args.init_from is None:
-            return self.experiment.stage("pretrain", name, 0, self.grid["pretrain"]).checkpoint
+        given = self.parsed("adapt").model
+        if given.init_args.init_from is not None:
+            given.init_args.pretrained = False  # all of it comes from there
+        pretrain = self.grid["pretrain"] if given.init_args.init_from is None else None
+        if self.decoder_steps:
+            pretrain = {
+                **self.grid["decoder"],
+                **self.unlabelled_data,
+                "model.pretrained": given.init_args.pretrained,
+                "trainer.max_steps": self.decoder_steps,
+            }
+        if pretrain is not None:
+            return self.adapting.stage("pretrain", name, 0, pretrain).checkpoint
         if not (given.init_args.pretrained or given.init_args.init_from):
             raise ValueError(
                 f"nothing was pre-trained: give --model.init_from, or `pretrain` in {name}'s grid"
@@ -137,7 +199,13 @@ class Study:
         """All rows of one set and seed, and the adaptations they needed."""
         adapted: dict[str, StageResult] = {}
         overrides = {"model.pretrained": False, **self.grid["sets"][name]}
-        data = self.data(overrides, seed)
+        data, splits = self.data("finetune", name, seed, overrides)
+        if self.unlabelled_data:
+            splits |= self.data("adapt", name, seed, {**overrides, **self.unlabelled_data})[1]
+        selection = {}
+        if self.select == "best":
+            metric = f"val/{self.grid['metrics'][name]}"
+            selection = {"monitor": metric, "mode": "max", "filename": "best"}
         rows = {}
         for row in self.rows:
             settings = dict(self.grid["rows"][row])
@@ -145,19 +213,21 @@ class Study:
             for stage in reversed(chain):
                 self.adapt(stage, name, seed, overrides, adapted)
             source = adapted[chain[0]].checkpoint if chain else self.original
-            result = self.experiment.stage(
+            settings |= {f"checkpoint.{key}": value for key, value in selection.items()}
+            result = self.tuning.stage(
                 f"{name} {row}",
                 f"{self.kind}_finetune",
                 seed,
                 {**overrides, **settings, "model.init_from": source},
             )
             rows[row] = self.score(result, data)
+            rows[row]["checkpoint"] = str(self.chosen(result))
             before = sum(adapted[stage].seconds for stage in chain)
             rows[row]["seconds"] = {"adaptation": before, "fine-tuning": result.seconds}
         return {
             "rows": rows,
             "adaptations": {stage: self.trace(found) for stage, found in adapted.items()},
-            "data": {"remark": self.remarks(data)},
+            "data": {"remark": self.remarks(data), "splits": splits},
         }
 
     def chain(self, adaptation: str | None) -> list[str]:
@@ -181,25 +251,54 @@ class Study:
             return
         config = f"{self.kind}_adapt"
         settings = dict(self.grid["adaptations"][stage])
-        settings = {**overrides, **self.unlabelled, "model.init_from": self.original, **settings}
+        begun = {**overrides, **self.unlabelled_data, "model.init_from": self.original}
+        settings = {**begun, **settings}
         if teacher := settings.pop("teacher", None):
             settings["model.teacher_from"] = adapted[teacher].checkpoint
             settings["trainer.callbacks"] = [{"class_path": TEACHER}]
         if times := settings.pop("times", None):
-            trainer = parse(str(self.experiment.files(config)[-1]), self.experiment.extra).trainer
+            trainer = self.parsed("adapt").trainer
             length = "max_steps" if trainer.max_steps > 0 else "max_epochs"
             settings[f"trainer.{length}"] = times * trainer[length]
-        adapted[stage] = self.experiment.stage(f"{name} adapt {stage}", config, seed, settings)
+        adapted[stage] = self.adapting.stage(f"{name} adapt {stage}", config, seed, settings)
 
-    def data(self, overrides: dict[str, Any], seed: int) -> Any:
-        """The DataModule that fine-tuning uses."""
+    def data(
+        self, stage: str, name: str, seed: int, overrides: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """The DataModule of a stage, and what is in its parts: number of examples and SHA-256.
+
+        The file of `split_file` says besides how the DataModule was made and, where a part was
+        drawn by the seed, which examples are in it.
+        """
+        experiment = self.adapting if stage == "adapt" else self.tuning
         given = [
             f"--{key}={value if isinstance(value, str) else json.dumps(value)}"
             for key, value in overrides.items()
             if key.partition(".")[0] == "data"
         ]
-        experiment = replace(self.experiment, extra=[*self.experiment.extra, *given])
-        return experiment.datamodule(f"{self.kind}_finetune", seed)
+        stage_file = str(experiment.files(f"{self.kind}_{stage}")[-1])
+        settings = parse(stage_file, [*experiment.extra, *given]).data
+        arguments = {**settings.init_args.as_dict(), "seed": seed}
+        data = type_of(settings)(**arguments)
+        parts = ("train", "val", "test") if stage == "finetune" else ("train", "val")
+        manifest = {part: data.manifest(part) for part in parts}
+        title = name if stage == "finetune" else f"{name}, unlabelled"
+        file = self.split_file(title, seed)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, {"data": settings.class_path, "settings": arguments, "parts": manifest})
+        short = {
+            part: {"examples": found["examples"], "sha256": found["sha256"]}
+            for part, found in manifest.items()
+        }
+        return data, {title: short}
+
+    def split_file(self, title: str, seed: int) -> Path:
+        """Where the manifest of a set's split is."""
+        return self.experiment.out / f"seed{seed}" / f"{title} split.json"
+
+    def chosen(self, result: StageResult) -> Path:
+        """The checkpoint of a fine-tuning that is scored."""
+        return result.checkpoint.with_stem("best" if self.select == "best" else "last")
 
     def score(self, result: StageResult, data: Any) -> dict[str, Any]:
         """Loss, accuracy and F1 on each part, the generalisation gap and the distance gone.
@@ -209,8 +308,10 @@ class Study:
         file = result.folder / "scores.json"
         if file.is_file():
             return json.loads(file.read_text())
-        settings = parse(str(self.experiment.files(f"{self.kind}_finetune")[-1])).model
-        module = type_of(settings).load_from_checkpoint(result.checkpoint, map_location="cpu")
+        checkpoint = self.chosen(result)
+        module = type_of(self.parsed("finetune").model).load_from_checkpoint(
+            checkpoint, map_location="cpu"
+        )
         trainer = L.Trainer(
             devices=1,
             logger=False,
@@ -219,11 +320,14 @@ class Study:
             enable_model_summary=False,
         )
         scores: dict[str, Any] = {}
-        for part, loader in self.parts(data).items():
+        loaders = self.parts(data)
+        if self.select == "best":
+            loaders["val"] = data.val_dataloader()
+        for part, loader in loaders.items():
             (found,) = trainer.test(module, loader, verbose=False)
             scores[part] = {key.removeprefix("test/"): value for key, value in found.items()}
         scores["gap"] = scores["test"]["loss"] - scores["train"]["loss"]
-        scores["distance"] = distance(self.encoder(result.checkpoint), self.original_weights)
+        scores["distance"] = distance(self.encoder(checkpoint), self.original_weights)
         write_json(file, scores)
         return scores
 
@@ -261,16 +365,24 @@ class Study:
         show_table(f"{self.title} ({experiment.preset}), %", header, table)
         original = fingerprint(read_state_dict(self.original))
         both = any(part == "new" for _, part in columns)
+        which = "best on the validation part" if self.select == "best" else "after the last step"
         text = [
             f"# {self.title}, preset {experiment.preset}",
             experiment.provenance(len(results)),
-            "On the test part, in %, mean ± standard deviation over seeds, of the weights after "
-            "the last step. Every row begins with the same original weights; rows that share an "
+            f"On the test part, in %, mean ± standard deviation over seeds, of the weights {which}"
+            ". Every row begins with the same original weights; rows that share an "
             "adaptation share its training."
             + both
             * " `new texts` are the test part without what stands in training too.",
             markdown_table(header, table),
             *(f"{name}: {results[0][name]['data']['remark']}" for name in sets),
+            *self.classifiers(results),
+            *self.curves(results),
+            "## Splits",
+            "Examples of each part, and a SHA-256 of which ones, in order. The files "
+            "`seed<n>/<set> split.json` have it in full, and name the examples of parts that were "
+            "drawn by the seed.",
+            self.splits(results),
             "## Generalisation gap and distance",
             "Test loss less training loss, and ‖θ_init − θ_final‖₂ of the encoder (Section 5.2).",
             *self.analyses(results),
@@ -300,6 +412,76 @@ class Study:
         provenance = experiment.provenance(len(results))
         metrics = {"provenance": provenance, "original": original, "seeds": results}
         write_report(experiment.out, text, metrics)
+
+    def classifiers(self, results: Sequence[Results]) -> list[str]:
+        """Which row is best on the validation part, and how to use its classifier."""
+        if self.select != "best":
+            return []
+        text = ["## The classifier"]
+        for name, metric in self.grid["metrics"].items():
+            scores = {
+                row: [found[name]["rows"][row]["val"][metric] for found in results]
+                for row in self.rows
+            }
+            row = max(self.rows, key=lambda one: statistics.fmean(scores[one]))
+            seed = max(range(len(results)), key=lambda one: scores[row][one])
+            checkpoint = results[seed][name]["rows"][row]["checkpoint"]
+            split = results[seed][name]["data"]["splits"][name]
+            text.append(
+                f"{name}: {NAMES.get(row, row)} is best on the validation part, with "
+                f"{mean_sd(scores[row], 100)}; of its seeds, {seed}: `{checkpoint}`."
+            )
+            if split["test"] == split["val"]:
+                text.append(
+                    "There is no test part of its own: scores above are those of the validation "
+                    "part, on which the checkpoints were selected, and flatter them."
+                )
+            lines = self.use.format(split=self.split_file(name, seed), checkpoint=checkpoint)
+            text.append(f"```python\n{lines.strip()}\n```")
+        return text
+
+    def curves(self, results: Sequence[Results]) -> list[str]:
+        """Fig. 3, where the sets are one that differs in its size only: score by size, plotted."""
+        kinds = [
+            {key: value for key, value in one.items() if key not in SIZES}
+            for one in self.grid["sets"].values()
+        ]
+        if len(kinds) == 1 or kinds[1:] != kinds[:-1]:
+            return []
+        figure, axis = plt.subplots(figsize=(6, 4.2))
+        for row in self.rows:
+            points = []
+            for name, metric in self.grid["metrics"].items():
+                size = results[0][name]["data"]["splits"][name]["train"]["examples"]
+                found = [100 * one[name]["rows"][row]["test"][metric] for one in results]
+                spread = statistics.stdev(found) if len(found) > 1 else 0.0
+                points.append((size, statistics.fmean(found), spread))
+            sizes, means, spreads = zip(*sorted(points), strict=True)
+            axis.errorbar(sizes, means, spreads, marker="o", capsize=2, label=NAMES.get(row, row))
+        (metric,) = set(self.grid["metrics"].values())
+        axis.set(xscale="log", xlabel="labelled examples", ylabel=f"{metric}, %")
+        axis.legend(fontsize="small")
+        save_plot(figure, self.experiment.out / "sizes.png")
+        return ["## Size of the data", "![score by number of labelled examples](sizes.png)"]
+
+    def splits(self, results: Sequence[Results]) -> str:
+        """A table of all sets and seeds."""
+        rows = [
+            [
+                title,
+                str(seed),
+                *(
+                    f"{parts[part]['examples']} · `{parts[part]['sha256'][:12]}`"
+                    if part in parts
+                    else ""
+                    for part in ("train", "val", "test")
+                ),
+            ]
+            for seed, found in enumerate(results)
+            for one in found.values()
+            for title, parts in one["data"]["splits"].items()
+        ]
+        return markdown_table(["", "seed", "training", "validation", "test"], rows)
 
     def analyses(self, results: Sequence[Results]) -> list[str]:
         """A table for each set."""
@@ -397,6 +579,32 @@ class Study:
         save_plot(figure, self.experiment.out / "analyses.png")
 
 
+def read_grid(experiment: Experiment, kind: str) -> dict[str, Any]:
+    """The grid of a preset: its file over the kind's over shared_grid.yaml."""
+    files = experiment.files(f"{kind}_grid")
+    if other := yaml.safe_load(files[-1].read_text()).get("preset"):
+        files = [*replace(experiment, preset=other).files(f"{kind}_grid"), files[-1]]
+    grid: dict[str, Any] = {}
+    for file in [experiment.folder / "shared_grid.yaml", *files]:
+        for key, value in yaml.safe_load(file.read_text()).items():
+            by_name = key in ("adaptations", "rows")
+            grid[key] = {**grid.get(key, {}), **value} if by_name else value
+    return grid
+
+
+def divided(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """A command line's arguments for "every" stage, for "adapt" and for "finetune" only."""
+    found: dict[str, list[str]] = {"every": [], "adapt": [], "finetune": []}
+    stage = "every"
+    for argument in arguments:
+        if argument.startswith("--"):  # a value that follows goes the same way
+            first, _, rest = argument[2:].partition(".")
+            stage = first if first in found and rest else "every"
+            argument = argument if stage == "every" else f"--{rest}"
+        found[stage].append(argument)
+    return found
+
+
 def type_of(settings: Any) -> Any:
     """The class that a parsed stage names."""
     module, _, name = settings.class_path.rpartition(".")
@@ -412,8 +620,8 @@ def build(settings: Any) -> Any:
 
 def command_line(
     name: str, file: str, description: str, argv: list[str] | None
-) -> tuple[Experiment, list[str], str | None]:
-    """The experiment, the rows it is limited to and a source of unlabelled data.
+) -> tuple[Experiment, dict[str, Any]]:
+    """The experiment, and what else the command line says of a `Study`.
 
     Args:
         name: such as "images"; also the beginning of its files' names.
@@ -422,13 +630,14 @@ def command_line(
         argv: arguments; sys.argv's by default.
     """
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--rows", default="")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--rows", default=[], type=lambda text: text.split(","))
     parser.add_argument("--unlabelled")
+    parser.add_argument("--select", choices=("last", "best"))
+    parser.add_argument("--decoder_steps", type=int)
     options, rest = parser.parse_known_args(argv)
     experiment = from_command_line(
-        f"self_distillation.{name}", file, f"{name}_adapt", description, rest
+        f"self_distillation.{name}", file, f"{name}_grid", description, rest
     )
     command = shlex.join(["python", "-m", f"recipes.{experiment.name}", *argv])
-    rows = [row for row in options.rows.split(",") if row]
-    return replace(experiment, command=command), rows, options.unlabelled
+    return replace(experiment, command=command), vars(options)

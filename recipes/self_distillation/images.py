@@ -15,8 +15,17 @@ Your own images, in my_folder/train/<class>/ and my_folder/val/<class>/ or just 
 
     python -m recipes.self_distillation.images --preset own --data.root my_folder
 
-begins with facebook/vit-mae-base, or with --model.init_from mae.pth. Further pre-training and
-distillation take the training images; --unlabelled other_folder takes other_folder/<any>/ instead.
+begins with facebook/vit-mae-base, or with --model.init_from mae.pth; a checkpoint without decoder
+gets one by --decoder_steps 2000. Further pre-training and distillation take the training images;
+--unlabelled other_folder takes other_folder/<any>/ instead. What is scored is the checkpoint best
+on validation; --data.test names a folder beside train and val to test on. The report ends in a
+classifier and the lines that use it.
+
+Any further argument goes to every stage, --adapt.trainer.max_steps to further pre-training and
+distillation only, --finetune.trainer.max_steps to fine-tuning only. Without a network:
+
+    python -m recipes.self_distillation.images --preset own --data.root my_folder \\
+      --model.architecture vit_base_patch16_224.mae --model.init_from mae_pretrain_vit_base_full.pth
 """
 
 from pathlib import Path
@@ -61,14 +70,42 @@ PAPER: Tables = {
         },
     ),
 }
+USE = """
+import json
+
+import datamodules
+from datamodules.images import read_image
+from lightning_modules.self_distillation import ImageFinetuning
+
+with open("{split}") as file:
+    made = json.load(file)
+data = getattr(datamodules, made["data"].split(".")[-1])(**made["settings"])
+model = ImageFinetuning.load_from_checkpoint("{checkpoint}", map_location="cpu").eval()
+resize, to_tensor = data.eval_transform()
+image = to_tensor(resize(read_image("new.jpg")))
+print(data.class_names[model(image[None]).argmax()])
+"""
 
 
 def main(argv: list[str] | None = None) -> Experiment:
     """Run the experiment."""
-    experiment, rows, unlabelled = command_line("images", __file__, __doc__ or "", argv)
+    experiment, options = command_line("images", __file__, __doc__ or "", argv)
     title = "Self-distillation for further pre-training, images"
-    other = {"data.root": unlabelled, "data.name": None} if unlabelled else {}
-    return Study(experiment, "images", title, parts, encoder, PAPER, sizes, rows, other).run()
+    return Study(
+        experiment, "images", title, parts, encoder, PAPER, sizes, USE, unlabelled, **options
+    ).run()
+
+
+def unlabelled(folder: str, labelled: Any) -> dict[str, Any]:
+    """Settings of the DataModule that has a folder's images, all of them."""
+    return {
+        "data": "datamodules.ImageFolderData",
+        "data.root": folder,
+        "data.name": None,
+        "data.test": None,
+        "data.classes": None,
+        "data.per_class": None,
+    }
 
 
 def parts(data: Any) -> dict[str, DataLoader]:

@@ -17,8 +17,18 @@ Your own texts, a csv, tsv or jsonl table with the columns sentence and label (-
 
     python -m recipes.self_distillation.text --preset own --data.train my.csv --data.test test.csv
 
-begins with RoBERTa-base. Further pre-training and distillation take the training texts;
---unlabelled texts.csv, a table with the column sentence, takes those instead.
+begins with RoBERTa-base. Another model needs its own tokenizer, and one without a masked-LM head
+gets one by --decoder_steps 1000:
+
+    python -m recipes.self_distillation.text --preset own --data.train my.csv \\
+      --model.architecture weights/all-MiniLM-L6-v2 --data.tokenizer weights/all-MiniLM-L6-v2 \\
+      --decoder_steps 1000
+
+Further pre-training and distillation take the training texts; --unlabelled texts.csv, a table with
+the same column of sentences, takes those instead. What is scored is the checkpoint best on
+validation. The report ends in a classifier and the lines that use it. Any further argument goes to
+every stage, --adapt.trainer.max_epochs to further pre-training and distillation only,
+--finetune.trainer.max_epochs to fine-tuning only.
 """
 
 from pathlib import Path
@@ -57,16 +67,44 @@ PAPER: Tables = {
         },
     ),
 }
+USE = """
+import json
+
+import datamodules
+from lightning_modules.self_distillation import TextFinetuning
+
+with open("{split}") as file:
+    made = json.load(file)
+data = getattr(datamodules, made["data"].split(".")[-1])(**made["settings"])
+model = TextFinetuning.load_from_checkpoint("{checkpoint}", map_location="cpu").eval()
+options = {{"truncation": True, "max_length": data.max_length, "return_tensors": "pt"}}
+print(data.class_names[model(dict(data.tokenizer(["a new text"], **options))).argmax()])
+"""
 
 
 def main(argv: list[str] | None = None) -> Experiment:
     """Run the experiment."""
-    experiment, rows, unlabelled = command_line("text", __file__, __doc__ or "", argv)
+    experiment, options = command_line("text", __file__, __doc__ or "", argv)
     title = "Self-distillation for further pre-training, text"
-    other = {}
-    if unlabelled:  # the DataModule wants a label, which nothing looks at: the text itself will do
-        other = {"data.train": unlabelled, "data.val": None, "data.label": "sentence"}
-    return Study(experiment, "text", title, parts, encoder, PAPER, overlap, rows, other).run()
+    return Study(
+        experiment, "text", title, parts, encoder, PAPER, overlap, USE, unlabelled, **options
+    ).run()
+
+
+def unlabelled(table: str, labelled: Any) -> dict[str, Any]:
+    """Settings of the DataModule that has a table's texts, all of them.
+
+    It wants a label, which nothing looks at: the text itself will do.
+    """
+    text = labelled.get("text", "sentence")
+    return {
+        "data": "datamodules.TextData",
+        "data.train": table,
+        "data.val": None,
+        "data.text": text,
+        "data.label": text,
+        "data.limit": None,
+    }
 
 
 def parts(data: Any) -> dict[str, DataLoader]:

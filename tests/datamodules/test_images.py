@@ -2,7 +2,9 @@
 
 import cpu_torchvision  # noqa: F401
 
+import hashlib
 import pickle
+import shutil
 from pathlib import Path
 
 import lightning as L
@@ -117,6 +119,40 @@ def test_without_a_val_folder_and_with_a_test_folder(folders):
     counts = [len(images) for images in (data.train_set, data.val_set, data.test_set)]
     assert counts == [5, 5, 5]
     assert not set(data.val_set.items) & set(data.test_set.items)
+
+
+def test_a_split_is_the_seeds(folders, cub, tmp_path, monkeypatch):
+    def split(seed, part, **kwargs):
+        return folder_data(folders, seed=seed, **kwargs).manifest(part)
+
+    few = {"per_class": 2}
+    assert split(0, "train", **few) == split(0, "train", **few)
+    assert split(0, "train", **few)["sha256"] != split(1, "train", **few)["sha256"]
+    lines = split(0, "train", **few)["members"]
+    assert len(lines) == 4 and lines[0].startswith("train/a/") and lines[0].endswith("\ta")
+    # nothing was drawn: the data say who is in it
+    whole = split(0, "val", **few)
+    assert whole == split(1, "val") and whole["examples"] == 5 and "members" not in whole
+    expected = "".join(f"{line}\n" for line in folder_data(folders).members("val")[0])
+    assert whole["sha256"] == hashlib.sha256(expected.encode()).hexdigest()
+    # where the root lies does not matter
+    moved = shutil.copytree(folders, tmp_path / "elsewhere", ignore=lambda *_: ["elsewhere"])
+    assert folder_data(moved, **few).manifest("train") == split(0, "train", **few)
+
+    held_out = [folder_data(folders / "train", val_fraction=0.5, seed=seed) for seed in (0, 1)]
+    for part in ("train", "val", "test"):
+        one, other = (data.manifest(part) for data in held_out)
+        assert one["examples"] == other["examples"] == len(one["members"])
+        assert one["sha256"] != other["sha256"]
+
+    assert CUBData(root=str(cub)).members("train")[0][0].startswith("CUB_200_2011/images/")
+    digits = DigitsData(seed=1)
+    assert len(set(digits.manifest("train")["members"])) > 1200
+    write_cifar10(tmp_path / "cifar", monkeypatch)
+    cifar = TorchvisionData("CIFAR10", root=str(tmp_path / "cifar"), val_fraction=0.4)
+    assert {
+        line.split("\t")[0] for part in ("train", "val") for line in cifar.members(part)[0]
+    } == {str(place) for place in range(len(cifar.train_set) + len(cifar.val_set))}
 
 
 def test_classes_and_few_shot(folders):

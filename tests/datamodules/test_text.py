@@ -64,6 +64,18 @@ def test_split_by_seed(tmp_path: Path) -> None:
     assert other.examples("val") != val
     assert len(TextData(path, limit=5).examples("train")) == 5
 
+    manifests = [
+        {part: data.manifest(part) for part in ("train", "val")} for data in (first, other)
+    ]
+    assert manifests[0] == {part: again.manifest(part) for part in ("train", "val")}
+    for part, examples in {"train": train, "val": val}.items():
+        assert manifests[0][part]["sha256"] != manifests[1][part]["sha256"]
+        assert manifests[0][part]["members"] == [json.dumps(example) for example in examples]
+    # its own file: nothing is drawn, but by a limit
+    fixed = TextData(path, val=path, eval_limit=3)
+    assert "members" not in fixed.manifest("train") and fixed.manifest("train")["examples"] == 50
+    assert len(fixed.manifest("val")["members"]) == 3
+
 
 def test_pair_regression_and_unlabelled_test(tmp_path: Path) -> None:
     train = write(tmp_path, "a.tsv", "a\tb\ty\n" + "one two\tthree\t1.5\n" * 8)

@@ -15,6 +15,7 @@ from lightning_modules.self_distillation import (
     ImageFinetuning,
     TextAdaptation,
     TextFinetuning,
+    distance,
     fingerprint,
     masked_autoencoding,
     r3f,
@@ -299,6 +300,36 @@ def test_checkpoints_load_by_themselves_and_refuse_others(files):
         other.on_load_checkpoint(torch.load(files["images"][1], weights_only=True))
 
 
+@pytest.mark.parametrize("kind", ["images", "text"])
+@pytest.mark.parametrize("stage", [adaptation, finetuning])
+def test_the_distance_is_logged_as_long_as_the_start_is_known(stage, kind, files, tmp_path):
+    original = str(files[kind][0])
+    prefix = "encoder." if kind == "images" else "bert."
+    then = {
+        name.removeprefix(prefix): value
+        for name, value in read_state_dict(original).items()
+        if name.startswith(prefix)
+    }
+
+    def gone(module):
+        now = {n.removeprefix(prefix): value for n, value in module.model.state_dict().items()}
+        return distance({n: v for n, v in now.items() if not n.startswith("pooler.")}, then)
+
+    settings = {"init_from": original, "lr": 1e-2}
+    whole = stage(kind, **settings)
+    fit(whole, kind, tmp_path / "whole", 4, log_every_n_steps=2)
+    assert whole.trainer.callback_metrics["train/distance"] == pytest.approx(gone(whole), rel=1e-5)
+    assert gone(whole) > 0.01 and not whole.origin
+
+    first = tmp_path / "whole" / "epoch=0-step=2.ckpt"
+    again = stage(kind, **settings)
+    fit(again, kind, tmp_path / "again", 4, ckpt_path=first, log_every_n_steps=2)
+    assert again.trainer.callback_metrics["train/distance"] == pytest.approx(gone(again), rel=1e-5)
+    lost = stage(kind, lr=1e-2)
+    fit(lost, kind, tmp_path / "lost", 4, ckpt_path=first, log_every_n_steps=2)
+    assert "train/distance" not in lost.trainer.callback_metrics
+
+
 def test_bad_input(files, tmp_path):
     with pytest.raises(ValueError, match="mae_weight is 0.0 and distil is None: expected a weigh"):
         adaptation("images", mae_weight=0.0)
@@ -316,13 +347,14 @@ def test_bad_input(files, tmp_path):
     torch.save(encoder, encoder_only)
     with pytest.raises(ValueError, match="has no decoder, so it cannot predict pixels"):
         adaptation("images", init_from=str(encoder_only)).configure_model()
-    adaptation("images", init_from=str(encoder_only), fresh_decoder=True).configure_model()
+    adaptation("images", init_from=str(encoder_only), train="decoder").configure_model()
 
     whole = read_state_dict(files["text"][0])
     headless = tmp_path / "headless.pt"
     torch.save({n: v for n, v in whole.items() if n.startswith("bert.")}, headless)
     with pytest.raises(ValueError, match="does not fit BertForMaskedLM: cls.predictions"):
         adaptation("text", init_from=str(headless)).configure_model()
+    adaptation("text", init_from=str(headless), train="decoder").configure_model()
     finetuning("text", init_from=str(headless)).configure_model()
 
 
