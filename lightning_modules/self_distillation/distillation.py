@@ -78,7 +78,7 @@ def token_prediction_matching(
     """Table 3, text: mean over examples of Σ_k z_k · KL(p_θ0(x_k | x̂) ‖ p_θ(x_k | x̂)), in nats.
 
     Args:
-        student: logits (B, L, V) of a masked text.
+        student: logits (n, V) of the n hidden tokens, see `masked_text.hidden_logits`.
         teacher: the teacher's, for the same mask.
         mask: (B, L), True where hidden.
         reduction: "mean" divides by the number of hidden tokens of the batch instead of by B.
@@ -91,10 +91,10 @@ def token_prediction_matching(
     """
     _check(student, teacher, reduction)
     with torch.autocast(student.device.type, enabled=False):
-        own = _precise(student[mask]).log_softmax(-1)
-        other = _precise(teacher.detach()[mask]).log_softmax(-1)
+        own = _precise(student).log_softmax(-1)
+        other = _precise(teacher.detach()).log_softmax(-1)
         divergence = (other.exp() * (other - own)).sum()
-        return divergence / (len(student) if reduction == "sum" else max(len(own), 1))
+        return divergence / (len(mask) if reduction == "sum" else max(len(own), 1))
 
 
 def weight_matching(

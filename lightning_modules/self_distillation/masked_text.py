@@ -89,7 +89,7 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     float32 also under autocast (float64 for float64).
 
     Args:
-        logits: (B, L, V).
+        logits: (n, V) of the n hidden tokens, see `hidden_logits`.
         labels: (B, L), -100 where not hidden.
 
     Returns:
@@ -97,24 +97,42 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """
     hidden = labels != IGNORED
     with torch.autocast(logits.device.type, enabled=False):
-        chosen = logits[hidden]
-        chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
-        errors = F.cross_entropy(chosen, labels[hidden], reduction="none")
+        precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        errors = F.cross_entropy(precise, labels[hidden], reduction="none")
         numbers = hidden.sum(1)
         weights = 1 / numbers.clamp(min=1).to(errors.dtype)
         examples = hidden.nonzero()[:, 0]
         return (errors * weights[examples]).sum() / (numbers > 0).sum().clamp(min=1)
 
 
-def masked_language_modelling(
-    model: nn.Module, corrupted: Tensor, labels: Tensor, **inputs: Any
-) -> Tensor:
-    """L_MAE of a batch of text.
+def hidden_logits(model: Any, corrupted: Tensor, labels: Tensor, **inputs: Any) -> Tensor:
+    """What a masked language model predicts for the hidden tokens.
+
+    The head, which has most of the work where the vocabulary is large, is given no others.
 
     Args:
         model: a transformers masked language model (AutoModelForMaskedLM).
         corrupted: (B, L) ids from `mask_tokens`.
-        labels: (B, L) from `mask_tokens`.
+        labels: (B, L) from `mask_tokens`; n of them are not -100.
         inputs: what else it takes: attention_mask, token_type_ids.
+
+    Returns:
+        Logits (n, V), in the order of `labels[labels != -100]`.
     """
-    return token_loss(model(input_ids=corrupted, **inputs).logits, labels)
+
+    def choose(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state[labels != IGNORED][None]
+        return output
+
+    hook = model.base_model.register_forward_hook(choose)
+    try:
+        return model(input_ids=corrupted, **inputs).logits[0]
+    finally:
+        hook.remove()
+
+
+def masked_language_modelling(
+    model: nn.Module, corrupted: Tensor, labels: Tensor, **inputs: Any
+) -> Tensor:
+    """L_MAE of a batch of text; the arguments are those of `hidden_logits`."""
+    return token_loss(hidden_logits(model, corrupted, labels, **inputs), labels)

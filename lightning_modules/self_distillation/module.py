@@ -39,7 +39,11 @@ from lightning_modules.self_distillation.mae_checkpoint import (
 from lightning_modules.self_distillation.mars import mars_project, mars_start
 from lightning_modules.self_distillation.masked_autoencoder import MaskedAutoencoder, mae_decoder
 from lightning_modules.self_distillation.masked_image import Masking, mask_patches, pixel_loss
-from lightning_modules.self_distillation.masked_text import mask_tokens, token_loss
+from lightning_modules.self_distillation.masked_text import (
+    hidden_logits,
+    mask_tokens,
+    token_loss,
+)
 from lightning_modules.self_distillation.r3f import r3f
 from lightning_modules.self_distillation.recadam import RecAdam
 from lightning_modules.self_distillation.supcon import contrastive_loss
@@ -522,8 +526,9 @@ class TextAdaptation(Adaptation):
         )
 
     def predict(self, model: nn.Module, batch: Any, hidden: tuple[Tensor, Tensor]) -> Tensor:
-        """Logits (B, L, V)."""
-        return model(**{**self.inputs(batch), "input_ids": hidden[0]}).logits
+        """Logits (n, V) of the n hidden tokens."""
+        others = {name: one for name, one in self.inputs(batch).items() if name != "input_ids"}
+        return hidden_logits(model, *hidden, **others)
 
     def error(self, prediction: Tensor, batch: Any, hidden: tuple[Tensor, Tensor]) -> Tensor:
         """Cross-entropy of the hidden tokens."""

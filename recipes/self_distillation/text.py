@@ -31,6 +31,7 @@ every stage, --adapt.trainer.max_epochs to further pre-training and distillation
 --finetune.trainer.max_epochs to fine-tuning only.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,16 +109,25 @@ def unlabelled(table: str, labelled: Any) -> dict[str, Any]:
 
 
 def parts(data: Any) -> dict[str, DataLoader]:
-    """Training and test texts, and if there are any in both, test texts without them."""
-    test = data.samples("test")
+    """Training and test texts, and if there are any in both, test texts without them.
+
+    With `eval_limit` no more training texts either, the first ones.
+    """
+    train, test = data.samples("train"), data.samples("test")
     known = {example.first for example in data.examples("train")}
     new = [i for i, example in enumerate(data.examples("test")) if example.first not in known]
-    found = {"train": data.loader(data.samples("train")), "test": data.loader(test)}
+    seen = range(min(len(train), data.eval_limit or len(train)))
+    found = {"train": some(data, train, seen), "test": data.loader(test)}
     if 0 < len(new) < len(test):
-        rest: Any = Subset(test, new)
-        rest.collate = test.collate
-        found["new"] = data.loader(rest)
+        found["new"] = some(data, test, new)
     return found
+
+
+def some(data: Any, samples: Any, places: Sequence[int]) -> DataLoader:
+    """Batches of some samples."""
+    chosen: Any = Subset(samples, places)
+    chosen.collate = samples.collate
+    return data.loader(chosen)
 
 
 def encoder(checkpoint: Path) -> dict[str, Tensor]:
@@ -135,6 +145,7 @@ def overlap(data: Any) -> str:
     return (
         f"{len(data.examples('train'))} training and {len(test)} test texts of {data.num_classes} "
         f"classes; {both} of the test texts are training texts too."
+        + (f" The training loss is that of the first {data.eval_limit}." if data.eval_limit else "")
     )
 
 

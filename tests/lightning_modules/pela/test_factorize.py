@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from lightning_modules.counting import count_macs, count_parameters
@@ -254,6 +255,38 @@ def test_a_layer_used_twice_stays_one():
     assert model[0] is model[2] and plan_of(model) == {"0": 8}
     merge(model)
     assert model[0] is model[2] and type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("rank", [3, 8, 13])
+def test_padding_to_a_width_that_processors_like_changes_nothing(rank):
+    """Neither values nor gradients, and only where the rank is no multiple of 8."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48)).double()
+    layer = factorize(model, ranks={"0": rank})[0]
+    x = torch.randn(2, 5, 32, dtype=torch.float64, requires_grad=True)
+    inputs = [x, layer.u.weight, layer.v.weight, layer.v.bias]
+    padded, plain = layer(x), layer.v(layer.u(x))
+    torch.testing.assert_close(padded, plain)
+    for one, other in zip(
+        torch.autograd.grad(padded.square().sum(), inputs),
+        torch.autograd.grad(plain.square().sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+    with FlopCounterMode(display=False) as counter:
+        layer(x)
+    assert counter.get_total_flops() == 2 * 10 * (32 + 48) * 8 * -(-rank // 8)
+
+
+def test_layers_that_wrap_the_factors_are_called():
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    layer = factorize(nn.Sequential(nn.Linear(32, 48)), ranks={"0": 3})[0]
+    layer.u = Doubled(32, 3, bias=False)
+    x = torch.randn(4, 32)
+    torch.testing.assert_close(layer(x), layer.v(2 * (x @ layer.u.weight.T)))
 
 
 def test_a_model_that_reads_the_weight_itself():

@@ -77,13 +77,16 @@ def test_tokens():
     for i, k in ((0, 0), (0, 2), (1, 1)):
         p, q = teacher[i, k].softmax(-1), student[i, k].softmax(-1)
         divergence += (p * (p / q).log()).sum()
-    total = token_prediction_matching(student, teacher, mask)
+    sides = [side[mask] for side in (student, teacher)]
+    total = token_prediction_matching(*sides, mask)
     torch.testing.assert_close(total, divergence / 2)
-    mean = token_prediction_matching(student, teacher, mask, "mean")
+    mean = token_prediction_matching(*sides, mask, "mean")
     torch.testing.assert_close(mean, divergence / 3)
-    assert token_prediction_matching(student, student, mask) == 0
+    assert token_prediction_matching(sides[0], sides[0], mask) == 0
+    nothing = torch.zeros_like(mask)
     for reduction in ("sum", "mean"):
-        loss = token_prediction_matching(student, teacher, torch.zeros_like(mask), reduction)
+        none = [side[nothing] for side in (student, teacher)]
+        loss = token_prediction_matching(*none, nothing, reduction)
         loss.backward()
         assert loss == 0 and not student.grad.any()
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM
+from transformers import AutoConfig, AutoModelForMaskedLM, BertConfig, BertForMaskedLM
 
 from lightning_modules.self_distillation import mask_tokens, masked_language_modelling
-from lightning_modules.self_distillation.masked_text import token_loss
+from lightning_modules.self_distillation.masked_text import hidden_logits, token_loss
 
 CLS, SEP, PAD, MASK, VOCABULARY = 0, 1, 2, 3, 30
 SPECIAL = [CLS, SEP, PAD, MASK]
@@ -93,14 +93,46 @@ def test_the_loss_is_its_formula():
     chances = logits.exp() / logits.exp().sum(-1, keepdim=True)
     first = -(chances[0, 1, 2].log() + chances[0, 3, 4].log()) / 2
     expected = (first - chances[1, 0, 0].log()) / 2  # the third example hides nothing
-    torch.testing.assert_close(token_loss(logits, labels), expected)
+    torch.testing.assert_close(token_loss(logits[labels != -100], labels), expected)
 
 
 def test_nothing_hidden_is_no_loss():
-    logits = torch.randn(2, 3, 5, requires_grad=True)
+    logits = torch.randn(0, 5, requires_grad=True)
     loss = token_loss(logits, torch.full((2, 3), -100))
     loss.backward()
-    assert loss == 0 and not logits.grad.any()
+    assert loss == 0 and logits.grad is not None
+
+
+MODELS = {
+    "bert": {},
+    "roberta": {"max_position_embeddings": 40},
+    "distilbert": {"hidden_dim": 32},
+    "electra": {"embedding_size": 8},
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_head_sees_hidden_tokens_only(kind):
+    """The same logits and gradients as the whole model's, picked afterwards."""
+    torch.manual_seed(0)
+    size = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1}
+    size |= {"num_attention_heads": 2, "intermediate_size": 32, "pad_token_id": PAD}
+    config = AutoConfig.for_model(kind, **size | MODELS[kind])
+    model = AutoModelForMaskedLM.from_config(config).double().eval()
+    ids, attention = text(6, 20)
+    corrupted, labels = mask(ids, attention, probability=0.3, generator=seeded())
+    ours = hidden_logits(model, corrupted, labels, attention_mask=attention)
+    whole = model(input_ids=corrupted, attention_mask=attention).logits
+    assert whole.shape[:2] == ids.shape  # nothing of it stays on the model
+    torch.testing.assert_close(ours, whole[labels != -100])
+    weight = next(model.base_model.parameters())
+    one, other = (
+        torch.autograd.grad(logits.square().sum(), weight)[0]
+        for logits in (ours, whole[labels != -100])
+    )
+    torch.testing.assert_close(one, other)
+    nothing = hidden_logits(model, corrupted, torch.full_like(labels, -100))
+    assert nothing.shape == (0, VOCABULARY)
 
 
 def test_a_transformers_model_in_autocast():
