@@ -25,6 +25,7 @@ def tiny():
 def test_tiny_preset(tmp_path, monkeypatch):
     monkeypatch.setattr(vision, "SWEEP", (2.0, 3.0))
     monkeypatch.setattr(vision, "TABLE", ())
+    monkeypatch.setattr(vision, "BETA", 100.0)  # of two steps L_rwp would be too small to show
     command = ["--out", str(tmp_path), "--trainer.max_epochs=1", "--data.per_class=16"]
     folder = vision.main(command).out
     metrics = json.loads((folder / "metrics.json").read_text())
