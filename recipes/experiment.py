@@ -154,9 +154,7 @@ class Experiment:
     def datamodule(self, config: str, seed: int = 0) -> Any:
         """The DataModule of a stage, to evaluate on; the one that training used."""
         settings = parse(str(self.files(config)[-1]), self.extra).data
-        module, _, name = settings.class_path.rpartition(".")
-        arguments = {**settings.init_args.as_dict(), "seed": seed}
-        return getattr(importlib.import_module(module), name)(**arguments)
+        return type_of(settings)(**{**settings.init_args.as_dict(), "seed": seed})
 
     def _run(self, args: list[str]) -> None:
         """In this process on one device; in a process of its own where Lightning starts several.
@@ -239,6 +237,12 @@ def from_command_line(
 def folder_name(name: str) -> str:
     """The folder under runs/ of an experiment."""
     return name.replace(".", "-")
+
+
+def type_of(settings: Any) -> Any:
+    """The class that a parsed stage names as its model or data."""
+    module, _, name = settings.class_path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
 
 
 def read_history(folder: Path) -> dict[str, list[float]]:

@@ -15,7 +15,6 @@ An argument of the command line goes to every stage, --adapt.model.lr to the ada
 """
 
 import argparse
-import importlib
 import json
 import shlex
 import statistics
@@ -35,7 +34,7 @@ from torch.utils.data import DataLoader
 from lightning_modules.self_distillation import distance, fingerprint
 from lightning_modules.weights import read_state_dict
 from recipes.cli import parse
-from recipes.experiment import Experiment, StageResult, from_command_line
+from recipes.experiment import Experiment, StageResult, from_command_line, type_of
 from recipes.report import (
     markdown_table,
     mean_sd,
@@ -67,6 +66,17 @@ NAMES = {
 }
 SIZES = ("data.per_class", "data.limit")
 ROUNDS = ("further", "self_distillation", "rounds_2", "rounds_3", "rounds_4")
+USE = """
+import json
+
+import datamodules
+from lightning_modules.self_distillation import {module}
+
+with open("{split}") as file:
+    made = json.load(file)
+data = getattr(datamodules, made["data"].split(".")[-1])(**made["settings"])
+model = {module}.load_from_checkpoint("{checkpoint}", map_location="cpu").eval()
+"""
 TEACHER = "callbacks.frozen_teacher.FrozenTeacher"
 
 # of the paper: caption → (columns, row → values)
@@ -87,8 +97,7 @@ class Study:
         encoder: the encoder's weights in a checkpoint.
         paper: its tables.
         remarks: a sentence about the data of a set, given its DataModule.
-        use: lines of Python that classify something new, for the report: {split} is the file of a
-            set's manifest, {checkpoint} the classifier's.
+        use: lines of Python that follow USE in the report, and classify something new.
         other: settings of unlabelled data, given where it is and the labelled data's settings.
         rows: rows to run; the grid's `default` when empty.
         unlabelled: data that adaptations see instead of the labelled ones'.
@@ -436,8 +445,12 @@ class Study:
                     "There is no test part of its own: scores above are those of the validation "
                     "part, on which the checkpoints were selected, and flatter them."
                 )
-            lines = self.use.format(split=self.split_file(name, seed), checkpoint=checkpoint)
-            text.append(f"```python\n{lines.strip()}\n```")
+            lines = USE.format(
+                module=type_of(self.parsed("finetune").model).__name__,
+                split=self.split_file(name, seed),
+                checkpoint=checkpoint,
+            )
+            text.append(f"```python\n{lines.strip()}\n{self.use.strip()}\n```")
         return text
 
     def curves(self, results: Sequence[Results]) -> list[str]:
@@ -603,12 +616,6 @@ def divided(arguments: Sequence[str]) -> dict[str, list[str]]:
             argument = argument if stage == "every" else f"--{rest}"
         found[stage].append(argument)
     return found
-
-
-def type_of(settings: Any) -> Any:
-    """The class that a parsed stage names."""
-    module, _, name = settings.class_path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
 
 
 def build(settings: Any) -> Any:

@@ -71,16 +71,8 @@ PAPER: Tables = {
     ),
 }
 USE = """
-import json
-
-import datamodules
 from datamodules.images import read_image
-from lightning_modules.self_distillation import ImageFinetuning
 
-with open("{split}") as file:
-    made = json.load(file)
-data = getattr(datamodules, made["data"].split(".")[-1])(**made["settings"])
-model = ImageFinetuning.load_from_checkpoint("{checkpoint}", map_location="cpu").eval()
 resize, to_tensor = data.eval_transform()
 image = to_tensor(resize(read_image("new.jpg")))
 print(data.class_names[model(image[None]).argmax()])

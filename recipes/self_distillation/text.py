@@ -69,16 +69,7 @@ PAPER: Tables = {
     ),
 }
 USE = """
-import json
-
-import datamodules
-from lightning_modules.self_distillation import TextFinetuning
-
-with open("{split}") as file:
-    made = json.load(file)
-data = getattr(datamodules, made["data"].split(".")[-1])(**made["settings"])
-model = TextFinetuning.load_from_checkpoint("{checkpoint}", map_location="cpu").eval()
-options = {{"truncation": True, "max_length": data.max_length, "return_tensors": "pt"}}
+options = {"truncation": True, "max_length": data.max_length, "return_tensors": "pt"}
 print(data.class_names[model(dict(data.tokenizer(["a new text"], **options))).argmax()])
 """
 
