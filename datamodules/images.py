@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 from lightning.pytorch.utilities.seed import isolate_rng
 from PIL import Image
-from timm.data import Mixup, create_transform
+from timm.data import Mixup, auto_augment, create_transform
 from timm.data.mixup import mixup_target
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -22,6 +22,20 @@ from datamodules.loading import PartsData
 
 Item = tuple[Any, int]  # (what `read` makes an image of, label)
 Augmentation = Literal["timm", "light", "none"]
+
+
+def posterize(image: Image.Image, bits_to_keep: int, **_: Any) -> Image.Image:
+    """timm's, and black at 0 bits, which RandAugment's highest level asks for.
+
+    Pillow refuses 0 bits since version 13, and gave black before.
+    """
+    if bits_to_keep < 1:
+        return Image.new(image.mode, image.size)
+    return auto_augment.posterize(image, bits_to_keep)
+
+
+for _name in ("Posterize", "PosterizeOriginal", "PosterizeIncreasing"):
+    auto_augment.NAME_TO_OP[_name] = posterize
 
 
 class Splits(NamedTuple):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 from PIL import Image
+from timm.data.auto_augment import AugmentOp
 
 from datamodules.cub import CUBData
 from datamodules.digits import DigitsData
@@ -549,3 +550,12 @@ def test_the_imagenet_sample(recipes_data):
     data = ImageFolderData(root=str(recipes_data), name="imagenet_1k_sample", val_fraction=1.0)
     assert (data.num_classes, len(data.val_set)) == (1000, 1000)
     assert labels(data.val_set) == list(range(1000))
+
+
+def test_the_highest_level_of_posterize_is_black():
+    """Pillow 13 refuses the 0 bits that timm asks for there."""
+    image = Image.new("RGB", (4, 4), (200, 100, 50))
+    for magnitude in (9, 10):
+        found = AugmentOp("PosterizeIncreasing", prob=1.0, magnitude=magnitude)(image)
+        assert found.size == image.size
+    assert found.getextrema() == ((0, 0),) * 3
