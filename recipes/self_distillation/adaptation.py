@@ -56,6 +56,7 @@ NAMES = {
     "rounds_2": "self-distillation, 2 rounds",
     "rounds_3": "self-distillation, 3 rounds",
     "rounds_4": "self-distillation, 4 rounds",
+    "match_all": "self-distillation, all tokens",
     "without_mae": "w/o L_MAE",
     "predictions": "prediction matching",
     "weights_l2": "weight matching, ℓ2",
