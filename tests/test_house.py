@@ -38,18 +38,18 @@ def imports(path: Path, tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def mathematics_without_lightning(root: Path) -> list[str]:
-    """Only a method's module.py, and the __init__.py that offers it, may import lightning."""
+    """Only module.py, …_module.py and the __init__.py that offers them may import lightning."""
 
     def is_lightning(name: str) -> bool:
         parts = name.split(".")
         return parts[0] in ("lightning", "pytorch_lightning", "lightning_fabric") or (
-            parts[0] == "lightning_modules" and parts[2:3] == ["module"]
+            parts[0] == "lightning_modules" and parts[2:3] != [] and parts[2].endswith("module")
         )
 
     return [
         f"{path}:{line} imports {name}"
         for path, tree in sources(root, "lightning_modules")
-        if len(path.parts) == 2 or path.name not in ("module.py", "__init__.py")
+        if len(path.parts) == 2 or not path.name.endswith(("module.py", "__init__.py"))
         for line, name in imports(path, tree)
         if is_lightning(name)
     ]
@@ -63,7 +63,7 @@ def doors(root: Path) -> list[str]:
         folder = root / room / method
         if room != "lightning_modules" or not folder.is_dir() or not rest:
             return False
-        if rest[0] == "module":
+        if rest[0].endswith("module"):
             return False
         if (folder / rest[0]).with_suffix(".py").exists():
             return True
@@ -75,7 +75,7 @@ def doors(root: Path) -> list[str]:
             for _, offer in imports(init, tree)
         )
         homes = [home for *package, home, offer in offers if offer == rest[0]]
-        return homes != [] and "module" not in homes
+        return homes != [] and not any(home.endswith("module") for home in homes)
 
     return [
         f"{path}:{line} imports {name}"
@@ -152,6 +152,7 @@ RULES: list[tuple[Callable[[Path], list[str]], dict[str, str], dict[str, str]]] 
         mathematics_without_lightning,
         {
             "lightning_modules/m/module.py": "import lightning",
+            "lightning_modules/m/part_module.py": "import lightning",
             "lightning_modules/m/__init__.py": "from lightning_modules.m.module import M",
             "lightning_modules/m/clean.py": "import torch, lightning_like",
             "callbacks/sampling.py": "from lightning import Callback",
@@ -161,6 +162,7 @@ RULES: list[tuple[Callable[[Path], list[str]], dict[str, str], dict[str, str]]] 
             "lightning_modules/m/deep.py": "def f():\n    from lightning.pytorch import Trainer",
             "lightning_modules/m/old.py": "import pytorch_lightning as pl",
             "lightning_modules/m/roundabout.py": "from .module import M",
+            "lightning_modules/m/roundabout_too.py": "from .part_module import M",
             "lightning_modules/m/part/__main__.py": "from lightning import fabric",
             "lightning_modules/optim.py": "import lightning.pytorch",
             "lightning_modules/__init__.py": "import lightning",
@@ -184,6 +186,7 @@ RULES: list[tuple[Callable[[Path], list[str]], dict[str, str], dict[str, str]]] 
             "datamodules/glue.py": "def f():\n    from lightning_modules.m.idea import f",
             "datamodules/e2e.py": "import callbacks.idea",
             "callbacks/trained.py": "from lightning_modules.m.module import M",
+            "callbacks/trained_part.py": "from lightning_modules.m.part_module import M",
             "callbacks/trained_too.py": "from lightning_modules.m import module",
             "callbacks/unknown.py": "from lightning_modules.m import M",
             "callbacks/shared.py": "from lightning_modules import weights",

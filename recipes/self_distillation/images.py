@@ -39,7 +39,8 @@ from lightning_modules.self_distillation.mae_checkpoint import to_timm
 from lightning_modules.weights import read_state_dict
 from recipes.cli import console
 from recipes.experiment import Experiment
-from recipes.self_distillation.adaptation import Study, Tables, command_line
+from recipes.self_distillation.adaptation import Study, command_line
+from recipes.self_distillation.tables import Tables
 
 SETS = ["Aircraft", "CUB", "Chest X-ray", "DTD", "Dogs", "Flowers"]
 PAPER: Tables = {

@@ -41,7 +41,8 @@ from torch.utils.data import DataLoader, Subset
 from lightning_modules.weights import read_state_dict
 from recipes.cli import console
 from recipes.experiment import Experiment
-from recipes.self_distillation.adaptation import Study, Tables, command_line
+from recipes.self_distillation.adaptation import Study, command_line
+from recipes.self_distillation.tables import Tables
 
 PAPER: Tables = {
     "Table 2, F1 (micro for ChemProt, else macro), %": (

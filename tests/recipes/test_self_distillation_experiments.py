@@ -99,7 +99,7 @@ def test_a_grid_lies_over_the_shared_one():
         for preset in ("small_sizes", "small")
     )
     assert grid["adaptations"] == small["adaptations"]
-    assert small["adaptations"]["further_x2"] == {"times": 2, "trainer.val_check_interval": 500}
+    assert small["adaptations"]["further_x2"] == {"times": 2, "trainer.val_check_interval": 800}
     assert small["adaptations"]["distil"] == {"teacher": "further", "model.distil": "hidden"}
     assert grid["pretrain"] == small["pretrain"] is not None
     assert len(grid["sets"]) == 5 and len(small["sets"]) == 1

@@ -240,9 +240,13 @@ class Detection(Downstream):
         return self.model(images)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """DETR's loss after bipartite matching."""
+        """DETR's loss after bipartite matching, per box of all processes' batches."""
         images, targets, _ = batch
         *_, loss = self.model(images, targets)
+        # transformers divides by this process's own boxes, so that where there are few, each
+        # would weigh more
+        boxes = loss.new_tensor(sum(len(target["class_labels"]) for target in targets))
+        loss = loss * boxes.clamp(min=1) / self.all_gather(boxes).mean().clamp(min=1)
         self.log("train/loss", loss, prog_bar=True, batch_size=len(images))
         return loss
 

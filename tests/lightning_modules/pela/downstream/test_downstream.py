@@ -186,6 +186,29 @@ def test_detector_starts_with_rare_small_boxes_and_trains_every_parameter():
     assert all(p.grad is not None for p in detector.parameters())
 
 
+def test_a_box_weighs_the_same_on_whichever_process_it_is(monkeypatch):
+    torch.manual_seed(0)
+    module = Detection(num_classes=7, architecture=VIT, model_args=ARGS, detr=DETR)
+    module.configure_model()
+    module.eval()
+    monkeypatch.setattr(module, "log", lambda *_, **__: None)
+    box, none = targets()
+    first, second = [box, none], [box, box]
+
+    def gradient(*batches):
+        module.zero_grad()
+        for batch in batches:
+            (module.training_step(batch, 0) / len(batches)).backward()  # as DDP does
+        return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+
+    both = images(4)
+    monkeypatch.setattr(module, "all_gather", lambda boxes: boxes)
+    whole = gradient((both, first + second, None))
+    monkeypatch.setattr(module, "all_gather", lambda _: torch.tensor([1.0, 2.0]))
+    apart = gradient((both[:2], first, None), (both[2:], second, None))
+    torch.testing.assert_close(apart, whole, rtol=1e-4, atol=1e-6)
+
+
 def test_postprocess_takes_the_best_pairs_and_gives_pixels():
     logits = torch.tensor([[[0.0, 3.0, -9.0], [2.0, -9.0, -9.0]]])
     boxes = torch.tensor([[[0.5, 0.5, 0.2, 0.4], [0.2, 0.3, 0.2, 0.2]]])
