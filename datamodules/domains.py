@@ -11,7 +11,9 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from datamodules.text import Example, SentenceData, data_folder, open_lines, read_class
+from datamodules.loading import data_folder
+from datamodules.tables import open_lines, read_class
+from datamodules.text import Example, SentenceData
 
 Source = Literal["folder", "generated"]
 

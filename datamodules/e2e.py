@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
+from datamodules.loading import data_folder, draw
 from datamodules.prompted import PromptedData, encode, group
-from datamodules.text import column_error, data_folder, draw, open_lines
+from datamodules.tables import column_error, open_lines
 
 Format = Literal["official", "lora"]
 _FILES = {

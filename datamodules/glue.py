@@ -13,15 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from datamodules.text import (
-    Example,
-    SentenceData,
-    column_error,
-    data_folder,
-    open_lines,
-    read_class,
-    read_score,
-)
+from datamodules.loading import data_folder
+from datamodules.tables import column_error, open_lines, read_class, read_score
+from datamodules.text import Example, SentenceData
 
 Source = Literal["folder", "hub", "generated"]
 

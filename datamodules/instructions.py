@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from datamodules.loading import data_folder, hold_out
 from datamodules.prompted import PromptedData, encode
-from datamodules.text import data_folder, hold_out, open_lines
+from datamodules.tables import open_lines
 
 # The words that models of this kind were trained with, Alpaca's own and the many after it.
 TEMPLATE = (

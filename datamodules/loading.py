@@ -8,12 +8,15 @@ Four small parts, for images and text alike:
 * `ResumableLoader` remembers in Lightning's checkpoint how far into the epoch a run has come;
 * `PartsData` is the DataModule that has such a loader for each part of its data.
 
-`build_loader` puts the first three together.
+`build_loader` puts the first three together; `data_folder`, `draw` and `hold_out` say where data
+are and which of them are used.
 """
 
 import hashlib
+import os
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -305,3 +308,42 @@ class PartsData(LightningDataModule):
             collate_fn=getattr(dataset, "collate", None),
             trainer=self.trainer,
         )
+
+
+def draw(items: list, count: int | None, seed: int) -> list:
+    """`count` of the items, drawn by `seed`, in their order; all of them when None."""
+    if count is None or count >= len(items):
+        return items
+    chosen = np.random.default_rng(seed).permutation(len(items))[:count]
+    return [items[place] for place in sorted(chosen.tolist())]
+
+
+def hold_out(items: list, fraction: float, seed: int) -> tuple[list, list]:
+    """The items without a share that `seed` draws, and the share, one item or more of it."""
+    count = max(1, round(len(items) * fraction))
+    chosen = set(np.random.default_rng(seed).permutation(len(items))[:count].tolist())
+    return (
+        [item for place, item in enumerate(items) if place not in chosen],
+        [item for place, item in enumerate(items) if place in chosen],
+    )
+
+
+def data_folder(root: str | None, default: str) -> Path:
+    """`root`, or the folder `default` in RECIPES_DATA when None.
+
+    Raises:
+        ValueError: neither is given.
+        FileNotFoundError: the folder is not there.
+    """
+    named = os.environ.get("RECIPES_DATA")
+    if root is None and not named:
+        raise ValueError(
+            "No folder of data is given: set --data.root, or RECIPES_DATA in the environment, "
+            "or --data.source generated to try things out."
+        )
+    folder = Path(root).expanduser() if root else Path(named or "").expanduser() / default
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"{folder} is not a folder, expected the data there: correct --data.root."
+        )
+    return folder

@@ -9,7 +9,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
 from datamodules.loading import IGNORED
-from datamodules.text import TokenizedData, filling, pad
+from datamodules.text import TokenizedData
+from datamodules.tokens import filling, pad
 
 
 class TeacherForcedSet(Dataset):

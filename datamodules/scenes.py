@@ -7,8 +7,7 @@ from typing import Any, ClassVar, Literal
 from PIL import ImageDraw
 from torchvision.transforms import v2
 
-from datamodules.loading import PartsData
-from datamodules.text import data_folder
+from datamodules.loading import PartsData, data_folder
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

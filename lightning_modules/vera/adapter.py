@@ -16,13 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from lightning_modules.vera.layer import VeraLayer, shape_of
 from lightning_modules.vera.vera import (
     Vera,
-    VeraLayer,
     attach,
     in_heads,
     projections_of,
-    shape_of,
     strip,
     vectors_of,
     vera_of,

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from lightning_modules.vera.layer import shape_of
 from lightning_modules.vera.projections import Projections
 from lightning_modules.vera.vera import (
     Vera,
@@ -22,7 +23,6 @@ from lightning_modules.vera.vera import (
     in_heads,
     layers_of,
     projections_of,
-    shape_of,
     vectors_of,
     vera_of,
 )

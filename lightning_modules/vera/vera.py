@@ -9,16 +9,9 @@ at zero and d (r,) at d_init, so a new model computes exactly what its base does
 Σ (m + r) numbers. Names do not change: a layer's weight and bias stay where they were, and
 `vera_b` and `vera_d` stand beside them (`vera_b_q`, … for a slice of a fused projection).
 
-Two ways to compute the same, chosen for each call by counting multiply-adds:
-
-    factored   b ⊙ (d ⊙ x Aᵀ) Bᵀ        T·r·(n + m) forward and as many backward
-    dense      x (W0 + Λ_b B Λ_d A)ᵀ    m·n·r forward, T·m·n + m·n·r or T·r·(n + m) backward
-
-The second wins for many tokens T. With the output's gradient g, both of its gradients come from
-M = gᵀ x Aᵀ ⊙ B, multiplied from the cheaper end: ∂L/∂b = M d and ∂L/∂d = Mᵀ b.
+layer.py has what a layer becomes, and how it computes.
 """
 
-import functools
 import hashlib
 import math
 from collections import Counter
@@ -29,38 +22,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.pytorch_utils import Conv1D
 
+from lightning_modules.vera.layer import (
+    QKV,
+    Slice,
+    VeraLayer,
+    adapted_class,
+    is_dense,
+    parse_slice,
+    shape_of,
+)
 from lightning_modules.vera.projections import INITS, Init, Projections
 
 Targets = str | Sequence[str] | Mapping[str, Sequence[str]]
-QKV = ("q", "k", "v")
 INTERLEAVED = ("query_key_value",)  # fused head by head (BLOOM, GPT-NeoX): q is not one block
-
-
-@dataclass(frozen=True)
-class Slice:
-    """A block of a layer's output features with its own b and d; the whole layer is one of one.
-
-    Attributes:
-        label: "" for the whole layer, "q", "k", "v", or "0of2".
-        index, blocks: the block, and how many equal blocks the output consists of.
-        projections: its A and B; slices of them are in use.
-    """
-
-    label: str
-    index: int
-    blocks: int
-    projections: Projections
-
-    @property
-    def names(self) -> tuple[str, str]:
-        """The attributes of the layer that hold b and d."""
-        suffix = f"_{self.label}" if self.label else ""
-        return f"vera_b{suffix}", f"vera_d{suffix}"
 
 
 @dataclass(frozen=True)
@@ -75,195 +52,6 @@ class Vera:
     train: tuple[str, ...]
     layers: dict[str, tuple[str, ...]]  # name of the layer → labels of its slices
     heads: tuple[str, ...]
-
-
-class VeraLayer(nn.Module):
-    """What a linear layer becomes: `VeraLinear` or `VeraConv1D`, with its own weight and bias."""
-
-    slices: tuple[Slice, ...]
-    kept: Tensor | None = None  # the base weight while merged
-    rows: dict[str, tuple[Tensor, Tensor]] | None = None  # b and d of each row (many.py)
-
-    def vectors(self, piece: Slice) -> tuple[Tensor, Tensor]:
-        """b (m,) and d (r,) of a slice."""
-        b, d = piece.names
-        return getattr(self, b), getattr(self, d)
-
-    def matrices(self, piece: Slice, like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A (r, n) and B (m, r) of a slice, where `like` is."""
-        a, b = piece.projections.on(like.device, dtype)
-        outputs, inputs = shape_of(self)
-        return a[:, :inputs], b[: outputs // piece.blocks]
-
-    def delta(self, piece: Slice, dtype: torch.dtype) -> Tensor:
-        """ΔW (m, n) of a slice."""
-        b, d = self.vectors(piece)
-        return _product(b.to(dtype), d.to(dtype), *self.matrices(piece, b, dtype))
-
-    def costs(self, tokens: int, grad_input: bool, grad: bool, apart: bool) -> tuple[int, int]:
-        """Multiply-adds of the factored and of the dense path, beyond those of the base layer.
-
-        Args:
-            tokens: T.
-            grad_input: the backward pass goes on to the layer's input.
-            grad: the vectors need gradients.
-            apart: ΔW is not added to the weight but multiplied by itself.
-        """
-        outputs, inputs = shape_of(self)
-        block, rank = outputs // self.slices[0].blocks, self.slices[0].projections.rank
-        count, distinct = len(self.slices), len({id(s.projections) for s in self.slices})
-        down, up = distinct * tokens * rank * inputs, count * tokens * rank * block
-        factored = down + up + (up if grad or grad_input else 0)
-        factored += down if grad_input else 0
-        build, apply = count * block * inputs * rank, count * tokens * block * inputs
-        dense = build
-        if grad:
-            dense += count * min(_backward_costs(tokens, rank, inputs, block))
-        if apart:
-            dense += apply + (apply if grad_input else 0)
-        return factored, dense
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.kept is not None:
-            if self.rows is not None or (self.training and torch.is_grad_enabled()):
-                raise RuntimeError(
-                    "the adapter is merged into the weights: call unmerge(model) before training "
-                    "or before a batch of several adapters"
-                )
-            return super().forward(x)
-        kind, dtype = x.device.type, x.dtype
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            x = x.to(dtype)
-        if self.rows is not None:
-            return self._factored(x, dtype)
-        # A small ΔW would be rounded away in the sum W0 + ΔW of a short type.
-        apart = dtype.itemsize < 4 or not _is_dense(self)
-        grad = torch.is_grad_enabled() and any(
-            v.requires_grad for piece in self.slices for v in self.vectors(piece)
-        )
-        grad_input = torch.is_grad_enabled() and x.requires_grad
-        tokens = x.numel() // max(x.shape[-1], 1)
-        factored, dense = self.costs(tokens, grad_input, grad, apart)
-        if factored <= dense:
-            return self._factored(x, dtype)
-        return self._apart(x, dtype) if apart else self._dense(x, dtype)
-
-    def _factored(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        parts = self._parts(super().forward(x))
-        inner: dict[int, Tensor] = {}  # x Aᵀ, once for slices that share A
-        for piece in self.slices:
-            a, b_matrix = self.matrices(piece, x, dtype)
-            if id(piece.projections) not in inner:
-                inner[id(piece.projections)] = F.linear(x, a)
-            b, d = self._row_vectors(piece, x) if self.rows is not None else self.vectors(piece)
-            hidden = inner[id(piece.projections)] * d.to(dtype)
-            base = parts[piece.index]
-            outer = F.linear(hidden, b_matrix).to(base.dtype)
-            parts[piece.index] = torch.addcmul(base, outer, b.to(base.dtype))
-        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
-
-    def _dense(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        blocks = self.slices[0].blocks
-        weight: Any = self.weight.T if isinstance(self, Conv1D) else self.weight
-        bias: Any = self.bias
-        weights = list(weight.chunk(blocks))
-        biases = [None] * blocks if bias is None else bias.chunk(blocks)
-        adapted = {piece.index: piece for piece in self.slices}
-        parts = [
-            self._adapted(adapted[i], x, dtype, w, b) if i in adapted else F.linear(x, w, b)
-            for i, (w, b) in enumerate(zip(weights, biases, strict=True))
-        ]
-        return torch.cat(parts, -1) if blocks > 1 else parts[0]
-
-    def _apart(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        parts = self._parts(super().forward(x))
-        for piece in self.slices:
-            update = self._adapted(piece, x, dtype)
-            parts[piece.index] = parts[piece.index] + update.to(parts[piece.index].dtype)
-        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
-
-    def _adapted(
-        self,
-        piece: Slice,
-        x: Tensor,
-        dtype: torch.dtype,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        b, d = self.vectors(piece)
-        matrices = self.matrices(piece, x, dtype)
-        return _AdaptedLinear.apply(x, weight, bias, b.to(dtype), d.to(dtype), *matrices)
-
-    def _parts(self, output: Tensor) -> list[Tensor]:
-        return list(output.chunk(self.slices[0].blocks, -1))
-
-    def _row_vectors(self, piece: Slice, x: Tensor) -> tuple[Tensor, Tensor]:
-        assert self.rows is not None
-        b, d = self.rows[piece.label]
-        if x.ndim < 2 or x.shape[0] != len(b):
-            raise ValueError(
-                f"adapters were named for {len(b)} rows, but a layer got an input of shape "
-                f"{tuple(x.shape)}: name one adapter for each row of the batch, and give copies= "
-                "the number of beams or of returned sequences that a row stands for"
-            )
-        shape = (len(b), *[1] * (x.ndim - 2), -1)
-        return b.to(x.device).view(shape), d.to(x.device).view(shape)
-
-
-class VeraLinear(VeraLayer, nn.Linear):
-    """An nn.Linear with vectors beside its weight and bias."""
-
-
-class VeraConv1D(VeraLayer, Conv1D):
-    """A transformers Conv1D, whose weight is (in, out), with vectors beside it."""
-
-
-class _AdaptedLinear(torch.autograd.Function):
-    """x (W0 + Λ_b B Λ_d A)ᵀ + bias, or x (Λ_b B Λ_d A)ᵀ without W0, whose backward is short."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        b: Tensor,
-        d: Tensor,
-        a: Tensor,
-        b_matrix: Tensor,
-    ) -> Tensor:
-        delta = _product(b, d, a, b_matrix)
-        weight = delta if weight is None else weight + delta
-        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None, b, d, a, b_matrix)
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, b, d, a, b_matrix = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        grad_x = grad @ weight if needs[0] else None
-        grad_bias = grad.flatten(0, -2).sum(0) if needs[2] else None
-        grad_weight = grad_b = grad_d = None
-        x, grad = x.flatten(0, -2), grad.flatten(0, -2)
-        through_weight, through_a = _backward_costs(len(x), a.shape[0], a.shape[1], len(b))
-        if needs[1] or (through_weight <= through_a and (needs[3] or needs[4])):
-            grad_weight = grad.T @ x
-        if needs[3] or needs[4]:
-            product = grad.T @ (x @ a.T) if grad_weight is None else grad_weight @ a.T
-            product = product * b_matrix
-            grad_b, grad_d = product @ d, b @ product
-        return grad_x, grad_weight if needs[1] else None, grad_bias, grad_b, grad_d, None, None
-
-
-def _product(b: Tensor, d: Tensor, a: Tensor, b_matrix: Tensor) -> Tensor:
-    return (b_matrix * d * b[:, None]) @ a
-
-
-def _backward_costs(tokens: int, rank: int, inputs: int, outputs: int) -> tuple[int, int]:
-    """Multiply-adds of (∂L/∂ΔW) Aᵀ: as (gᵀ x) Aᵀ, and as gᵀ (x Aᵀ)."""
-    return outputs * inputs * (tokens + rank), tokens * rank * (inputs + outputs)
 
 
 def add_vera(
@@ -335,7 +123,7 @@ def attach(model: nn.Module, record: Vera, given: tuple[Tensor, Tensor] | None =
         if weight.is_floating_point():
             dtype = torch.promote_types(weight.dtype, torch.float32)
         kind: Any = type(layer)
-        layer.__class__ = _adapted_class(kind)
+        layer.__class__ = adapted_class(kind)
         layer.slices = tuple(slices)
         only_d = tuple(record.train) == ("d",)
         for piece in slices:
@@ -421,7 +209,7 @@ def merge(model: nn.Module) -> nn.Module:
     """
     layers = layers_of(model)
     for name, layer in layers.items():
-        if not _is_dense(layer):
+        if not is_dense(layer):
             raise ValueError(
                 f"{name}.weight is of type {layer.weight.dtype}: only a floating-point weight can "
                 "take up the adapter; load the base unquantised to merge"
@@ -471,44 +259,6 @@ def strip(model: nn.Module) -> nn.Module:
         layer.__class__ = type(layer).__mro__[2]
     del model.vera
     return model
-
-
-def shape_of(layer: Any) -> tuple[int, int]:
-    """Output and input features."""
-    if isinstance(layer, Conv1D):
-        return layer.nf, layer.nx
-    return layer.out_features, layer.in_features
-
-
-def parse_slice(label: str) -> tuple[int, int]:
-    """Index and number of blocks that a label stands for.
-
-    Raises:
-        ValueError: if it is no label.
-    """
-    if not label:
-        return 0, 1
-    if label in QKV:
-        return QKV.index(label), 3
-    index, _, blocks = label.partition("of")
-    if index.isdecimal() and blocks.isdecimal() and int(index) < int(blocks):
-        return int(index), int(blocks)
-    raise ValueError(
-        f"unknown slice {label!r} of a target: expected q, k, v, or a block such as 0of2"
-    )
-
-
-@functools.cache
-def _adapted_class(kind: type) -> type:
-    if kind is nn.Linear:
-        return VeraLinear
-    if kind is Conv1D:
-        return VeraConv1D
-    return type(f"Vera{kind.__name__}", (VeraLayer, kind), {})
-
-
-def _is_dense(layer: Any) -> bool:
-    return layer.weight.is_floating_point()
 
 
 def _is_candidate(module: Any) -> bool:

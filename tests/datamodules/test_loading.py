@@ -19,6 +19,7 @@ from datamodules.loading import (
     SeededDataset,
     SeededSampler,
     build_loader,
+    draw,
 )
 
 # A resumed run here saves nothing, so it does without the callback that wrote its checkpoint.
@@ -272,3 +273,8 @@ def test_prediction_goes_through():
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
     batches = trainer.predict(Predictor(0), build_loader(Numbers(5), 4, training=False))
     assert torch.cat(batches).tolist() == [1, 2, 3, 4, 5]
+
+
+def test_draw() -> None:
+    assert draw([1, 2, 3], None, 0) == draw([1, 2, 3], 9, 0) == [1, 2, 3]
+    assert draw(list(range(99)), 9, 0) == sorted(draw(list(range(99)), 9, 0))

@@ -8,15 +8,9 @@ import torch
 
 from datamodules import TextData
 from datamodules.loading import SeededDataset
-from datamodules.text import (
-    Example,
-    draw,
-    load_tokenizer,
-    open_lines,
-    pad,
-    read_table,
-    train_tokenizer,
-)
+from datamodules.tables import open_lines, read_table
+from datamodules.text import Example
+from datamodules.tokens import load_tokenizer, train_tokenizer
 
 
 def write(folder: Path, name: str, text: str) -> str:
@@ -106,30 +100,6 @@ def test_batches_are_padded_to_their_longest_and_cut(tmp_path: Path) -> None:
     assert batch["attention_mask"].sum(1).tolist()[1] == 16
     assert (batch["input_ids"][0][batch["attention_mask"][0] == 0] == data.pad_token_id).all()
     assert batch["labels"].tolist() == [0, 1]
-
-
-def test_pad_left() -> None:
-    samples = [{"input_ids": [5], "labels": 0}, {"input_ids": torch.tensor([6, 7]), "labels": 1}]
-    batch = pad(samples, {"input_ids": 9}, left=True)
-    assert batch["input_ids"].tolist() == [[9, 5], [6, 7]]
-    assert batch["labels"].tolist() == [0, 1]
-
-
-def test_trained_tokenizer_is_reproducible_lossless_and_saved(tmp_path: Path) -> None:
-    texts = ["The Eagle is a pub.", "The Mill is a pub near Café Rouge.", "£20"] * 3
-    first, second = train_tokenizer(texts, 300), train_tokenizer(texts, 300)
-    assert first.get_vocab() == second.get_vocab()
-    for text in [*texts, "unseen ¿ 漢字 text"]:
-        assert first.decode(first(text)["input_ids"], skip_special_tokens=True) == text
-    first.save_pretrained(tmp_path)
-    loaded = load_tokenizer(str(tmp_path))
-    assert loaded("The Mill", "£20") == first("The Mill", "£20")
-    assert (loaded.pad_token_id, loaded.eos_token_id) == (0, 2)
-
-
-def test_draw() -> None:
-    assert draw([1, 2, 3], None, 0) == draw([1, 2, 3], 9, 0) == [1, 2, 3]
-    assert draw(list(range(99)), 9, 0) == sorted(draw(list(range(99)), 9, 0))
 
 
 def test_a_label_that_only_the_test_part_has(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from datamodules import E2EData
-from datamodules.text import train_tokenizer
+from datamodules.tokens import train_tokenizer
 from lightning_modules.decoding import NoRepeatAfterPrompt, generate
 from lightning_modules.vera import add_vera, merge
 

@@ -13,7 +13,7 @@ from transformers import BertConfig, BertModel, BertTokenizer
 
 from lightning_modules.self_distillation import ImageAdaptation
 from recipes.experiment import Experiment, presets, read_history
-from recipes.self_distillation import adaptation, theory
+from recipes.self_distillation import tables, theory
 from recipes.self_distillation.adaptation import divided, read_grid
 
 ROWS = {
@@ -240,7 +240,7 @@ def test_score_by_size(scratch, monkeypatch):
     torch.save(pretrained.model.state_dict(), "start.pt")
     plots = {}
     monkeypatch.setattr(
-        adaptation, "save_plot", lambda figure, path: plots.update({path.name: figure.axes})
+        tables, "save_plot", lambda figure, path: plots.update({path.name: figure.axes})
     )
     folder = main_of("images")([
         "--preset", "small_sizes", "--data.root=data", "--rows=finetune",

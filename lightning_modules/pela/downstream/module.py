@@ -246,7 +246,8 @@ class Detection(Downstream):
         # transformers divides by this process's own boxes, so that where there are few, each
         # would weigh more
         boxes = loss.new_tensor(sum(len(target["class_labels"]) for target in targets))
-        loss = loss * boxes.clamp(min=1) / self.all_gather(boxes).mean().clamp(min=1)
+        everywhere: Any = self.all_gather(boxes)
+        loss = loss * boxes.clamp(min=1) / everywhere.mean().clamp(min=1)
         self.log("train/loss", loss, prog_bar=True, batch_size=len(images))
         return loss
 

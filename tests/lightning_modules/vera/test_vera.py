@@ -25,7 +25,6 @@ from lightning_modules.vera import (
     strip,
     trainable_names,
     unmerge,
-    vera,
 )
 from lightning_modules.vera.vera import layers_of, projections_of, vectors_of
 
@@ -229,7 +228,9 @@ def test_both_paths_are_the_same(build, shared, weights_too, monkeypatch):
     one = gradients(model, x, "factored")
     assert len(one) == 2 + sum(p.requires_grad for p in model.parameters())
     for costs in ((0, 1), (1, 0)):  # of the two ends that the backward pass can begin at
-        monkeypatch.setattr(vera, "_backward_costs", lambda *_, costs=costs: costs)
+        monkeypatch.setattr(
+            "lightning_modules.vera.layer._backward_costs", lambda *_, costs=costs: costs
+        )
         other = gradients(model, x, "dense")
         assert one.keys() == other.keys()
         for name in one:

@@ -1,0 +1,141 @@
+"""Reading text files: lines, tables whose columns have names, labels and scores."""
+
+import csv
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def read_class(text: str, names: Sequence[str], place: str) -> int:
+    """The class with this name. Raises ValueError, which names the place, if there is none."""
+    if text not in names:
+        raise ValueError(
+            f"{place}: the label is {text!r}, expected one of {', '.join(map(repr, names))}: "
+            "correct the line, or give the training part an example of that label."
+        )
+    return list(names).index(text)
+
+
+def read_score(text: str, place: str) -> float:
+    """The finite number that `text` writes. Raises ValueError, which names the place, if none."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = float("nan")
+    if not np.isfinite(number):
+        raise ValueError(f"{place}: the score is {text!r}, expected a number: correct the line.")
+    return number
+
+
+def open_lines(path: str | Path) -> list[str]:
+    """The lines of a UTF-8 file, with or without a byte order mark, without their ends.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is empty or not UTF-8.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(
+            f"{path} is not there, expected a text file: correct its name, or put it there."
+        )
+    try:
+        # not splitlines(): a sentence may hold what Unicode takes for a line end
+        lines = Path(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8.") from error
+    if lines[-1] == "":
+        lines.pop()
+    if not lines:
+        raise ValueError(f"{path} is empty, expected lines of text: put the data in it.")
+    return lines
+
+
+def column_error(path: str | Path, line: int, count: int, expected: int) -> ValueError:
+    """The error of a row that has more or fewer columns than its header."""
+    return ValueError(
+        f"{path}, line {line}: the row has {count} columns, expected {expected}: repair the line."
+    )
+
+
+def read_table(path: str | Path, columns: Sequence[str]) -> list[tuple[int, dict[str, str]]]:
+    """The rows of a csv, tsv or jsonl file, each with the number of the line it ends on.
+
+    Args:
+        path: the file.
+        columns: names that must be there.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: an unknown ending, a column that is missing, a row of the wrong length or a
+            line that is no JSON object.
+    """
+    suffix, lines = Path(path).suffix.lower(), open_lines(path)
+    rows: list[tuple[int, dict[str, str]]] = []
+    if suffix == ".jsonl":
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                found = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"{path}, line {number}: this is no JSON ({error}): repair the line."
+                ) from error
+            if not isinstance(found, dict):
+                raise ValueError(
+                    f"{path}, line {number}: this is a {type(found).__name__}, expected an object "
+                    "with the columns as keys: repair the line."
+                )
+            _require(columns, found, f"{path}, line {number}")
+            rows.append((number, {name: _as_text(value) for name, value in found.items()}))
+        return rows
+    header = table_columns(path)
+    _require(columns, header, str(path))
+    if suffix == ".tsv":
+        split = [(number, line.split("\t")) for number, line in enumerate(lines, start=1) if line]
+    else:
+        reader = csv.reader(line + "\n" for line in lines)
+        split = [(reader.line_num, row) for row in reader if row]
+    for number, cells in split[1:]:
+        if len(cells) != len(header):
+            raise column_error(path, number, len(cells), len(header))
+        rows.append((number, dict(zip(header, cells, strict=True))))
+    return rows
+
+
+def table_columns(path: str | Path) -> list[str]:
+    """The names of a table's columns; of jsonl, those of its first line.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the ending is none of csv, tsv and jsonl.
+    """
+    suffix, first = Path(path).suffix.lower(), open_lines(path)[0]
+    if suffix == ".jsonl":
+        try:
+            found = json.loads(first)
+        except json.JSONDecodeError:
+            return []  # read_table says what is wrong
+        return list(found) if isinstance(found, dict) else []
+    if suffix == ".tsv":
+        return first.split("\t")
+    if suffix == ".csv":
+        return next(csv.reader([first]))
+    raise ValueError(
+        f"{path} ends in {suffix or 'nothing'}, expected .csv, .tsv or .jsonl: rename the file."
+    )
+
+
+def _require(columns: Iterable[str], found: Iterable[str], place: str) -> None:
+    if missing := [name for name in columns if name not in found]:
+        raise ValueError(
+            f"{place}: there is no column {missing[0]!r}, the columns are "
+            f"{', '.join(map(repr, found))}: set the names with text, pair and label."
+        )
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,121 @@
+"""Tokenizers, and batches of their tokens."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from datamodules.loading import IGNORED
+
+
+def load_tokenizer(name: str) -> Any:
+    """transformers' tokenizer of this name or in this folder; it always has a padding token.
+
+    One that comes without (GPT-2's, Llama's) pads with its end-of-text token.
+
+    Raises:
+        OSError: there is no such tokenizer, or no network to fetch it.
+        ValueError: the tokenizer has neither a padding token nor an end-of-text token.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise OSError(
+            f"The tokenizer {name!r} cannot be loaded, expected a folder with its files or a name "
+            f"that transformers can fetch ({str(error).splitlines()[0]}): correct --data.tokenizer."
+        ) from error
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ValueError(
+                f"The tokenizer {name!r} has neither a padding nor an end-of-text token, expected "
+                "one of them: add a pad_token to its files."
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
+    """A byte-level BPE tokenizer of these texts; no text is beyond it.
+
+    One sentence becomes `<s> a </s>`, two `<s> a </s> b </s>`. Ids: 0 `<pad>`, 1 `<s>` (begin,
+    class), 2 `</s>` (end, separator), then the 256 bytes, then merges.
+
+    Raises:
+        ValueError: `vocab_size` leaves no room for the bytes.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<s>", "</s>"]
+    if vocab_size < 256 + len(special):
+        raise ValueError(
+            f"vocab_size is {vocab_size}, expected {256 + len(special)} or more: one entry for "
+            "each byte and three special ones."
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>",
+        pair="<s> $A </s> $B </s>",
+        special_tokens=[("<s>", 1), ("</s>", 2)],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        cls_token="<s>",
+        eos_token="</s>",
+        sep_token="</s>",
+        model_max_length=1_000_000,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+def filling(tokenizer: Any) -> dict[str, int]:
+    """What a tokenizer's columns are padded with."""
+    return {
+        "input_ids": tokenizer.pad_token_id,
+        "attention_mask": 0,
+        "token_type_ids": getattr(tokenizer, "pad_token_type_id", 0),
+        "labels": IGNORED,
+    }
+
+
+def pad(
+    samples: Sequence[dict[str, Any]], fill: dict[str, int], left: bool = False
+) -> dict[str, Tensor]:
+    """A batch of samples: lists are padded to the longest (B, L), numbers become one tensor (B,).
+
+    Args:
+        samples: all with the same keys; a list may be a tensor (L,).
+        fill: what each list is padded with, by key.
+        left: pad at the front, as generation needs it.
+    """
+    batch = {}
+    for key, first in samples[0].items():
+        values = [_plain(sample[key]) for sample in samples]
+        if isinstance(first, (int, float)):
+            batch[key] = torch.tensor(values)
+            continue
+        longest = max(map(len, values))
+        rows = []
+        for value in values:
+            extra = [fill[key]] * (longest - len(value))
+            rows.append(extra + value if left else value + extra)
+        batch[key] = torch.tensor(rows)
+    return batch
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value

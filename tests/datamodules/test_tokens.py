@@ -1,0 +1,26 @@
+"""Tokenizers train alike, lose nothing, and pad on either side."""
+
+from pathlib import Path
+
+import torch
+
+from datamodules.tokens import load_tokenizer, pad, train_tokenizer
+
+
+def test_pad_left() -> None:
+    samples = [{"input_ids": [5], "labels": 0}, {"input_ids": torch.tensor([6, 7]), "labels": 1}]
+    batch = pad(samples, {"input_ids": 9}, left=True)
+    assert batch["input_ids"].tolist() == [[9, 5], [6, 7]]
+    assert batch["labels"].tolist() == [0, 1]
+
+
+def test_trained_tokenizer_is_reproducible_lossless_and_saved(tmp_path: Path) -> None:
+    texts = ["The Eagle is a pub.", "The Mill is a pub near Café Rouge.", "£20"] * 3
+    first, second = train_tokenizer(texts, 300), train_tokenizer(texts, 300)
+    assert first.get_vocab() == second.get_vocab()
+    for text in [*texts, "unseen ¿ 漢字 text"]:
+        assert first.decode(first(text)["input_ids"], skip_special_tokens=True) == text
+    first.save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded("The Mill", "£20") == first("The Mill", "£20")
+    assert (loaded.pad_token_id, loaded.eos_token_id) == (0, 2)
