@@ -65,9 +65,11 @@ class DomainData(SentenceData):
         return tokenizer
 
     def load(self, part: str) -> list[Example]:
-        names = self.class_names
+        classes = {name: number for number, name in enumerate(self.class_names)}
         rows = self._rows("test" if part == "predict" else part)
-        return [Example(text, None, read_class(label, names, place)) for text, label, place in rows]
+        return [
+            Example(text, None, read_class(label, classes, place)) for text, label, place in rows
+        ]
 
     def _rows(self, part: str) -> list[tuple[str, str, str]]:
         if self.source == "generated":

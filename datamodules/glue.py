@@ -205,6 +205,7 @@ def read_glue(task: str, path: str | Path, skip_bad_rows: bool = False) -> list[
                 f"the official file of {task}: check the folder and the task."
             )
     at = {name: place for place, name in enumerate(header)}
+    classes = {name: number for number, name in enumerate(known.labels)}
     examples = []
     for number, line in enumerate(lines[start:], start=start + 1):
         cells = line.split("\t")
@@ -216,7 +217,7 @@ def read_glue(task: str, path: str | Path, skip_bad_rows: bool = False) -> list[
         label = None
         if known.label in at:
             text, place = cells[at[known.label]], f"{path}, line {number}"
-            label = read_class(text, known.labels, place) if known.labels else _score(text, place)
+            label = read_class(text, classes, place) if classes else _score(text, place)
         second = cells[at[known.second]].strip() if known.second else None
         examples.append(Example(cells[at[known.first]].strip(), second, label))
     return examples

@@ -56,6 +56,21 @@ def list_images(folder: Path, names: list[str], complete: bool = True) -> list[I
     return items
 
 
+def all_images(folder: Path) -> list[Item]:
+    """The images below a folder, at any depth, as the one class 0.
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
+    items = make_dataset(str(folder.parent), {folder.name: 0}, IMG_EXTENSIONS, allow_empty=True)
+    if not items:
+        raise FileNotFoundError(
+            f"{folder} has no images (known are {', '.join(IMG_EXTENSIONS)}), in no folder below "
+            "it either: name the folder that has them."
+        )
+    return items
+
+
 class ImageFolderData(ImageData):
     """Folders of classes: root/train/<class>/*, root/val/<class>/* and perhaps a test part.
 
@@ -63,6 +78,7 @@ class ImageFolderData(ImageData):
     `val_fraction` of each class is put aside. Classes are numbered in the order of their names.
 
     Args:
+        labelled: False for all images below root, wherever they lie, as one class.
         train: name of the training folder.
         val: name of the validation folder.
         test: name of the test folder, if there is one.
@@ -72,6 +88,7 @@ class ImageFolderData(ImageData):
 
     def __init__(
         self,
+        labelled: bool = True,
         train: str = "train",
         val: str = "val",
         test: str | None = None,
@@ -79,9 +96,11 @@ class ImageFolderData(ImageData):
         **kwargs: Any,
     ) -> None:
         super().__init__(val_fraction=val_fraction, **kwargs)
-        self.train, self.val, self.test = train, val, test
+        self.labelled, self.train, self.val, self.test = labelled, train, val, test
 
     def load(self) -> Splits:
+        if not self.labelled:
+            return Splits(["image"], all_images(self.folder))
         train = self.folder / self.train
         val = self.folder / self.val
         test = self.folder / self.test if self.test else None

@@ -2,21 +2,23 @@
 
 import csv
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+TXT = "sentence"  # the column of a txt file
 
-def read_class(text: str, names: Sequence[str], place: str) -> int:
+
+def read_class(text: str, classes: Mapping[str, int], place: str) -> int:
     """The class with this name. Raises ValueError, which names the place, if there is none."""
-    if text not in names:
+    if text not in classes:
         raise ValueError(
-            f"{place}: the label is {text!r}, expected one of {', '.join(map(repr, names))}: "
+            f"{place}: the label is {text!r}, expected one of {', '.join(map(repr, classes))}: "
             "correct the line, or give the training part an example of that label."
         )
-    return list(names).index(text)
+    return classes[text]
 
 
 def read_score(text: str, place: str) -> float:
@@ -61,7 +63,10 @@ def column_error(path: str | Path, line: int, count: int, expected: int) -> Valu
 
 
 def read_table(path: str | Path, columns: Sequence[str]) -> list[tuple[int, dict[str, str]]]:
-    """The rows of a csv, tsv or jsonl file, each with the number of the line it ends on.
+    """The rows of a csv, tsv, jsonl or txt file, each with the number of the line it ends on.
+
+    csv is quoted as spreadsheets quote; in tsv a quotation mark is a character like others; jsonl
+    has an object on each line; txt has one column, `sentence`, and a line for each.
 
     Args:
         path: the file.
@@ -94,6 +99,8 @@ def read_table(path: str | Path, columns: Sequence[str]) -> list[tuple[int, dict
         return rows
     header = table_columns(path)
     _require(columns, header, str(path))
+    if suffix == ".txt":
+        return [(n, {TXT: line}) for n, line in enumerate(lines, start=1) if line.strip()]
     if suffix == ".tsv":
         split = [(number, line.split("\t")) for number, line in enumerate(lines, start=1) if line]
     else:
@@ -111,7 +118,7 @@ def table_columns(path: str | Path) -> list[str]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the ending is none of csv, tsv and jsonl.
+        ValueError: the ending is none of csv, tsv, jsonl and txt.
     """
     suffix, first = Path(path).suffix.lower(), open_lines(path)[0]
     if suffix == ".jsonl":
@@ -120,12 +127,15 @@ def table_columns(path: str | Path) -> list[str]:
         except json.JSONDecodeError:
             return []  # read_table says what is wrong
         return list(found) if isinstance(found, dict) else []
+    if suffix == ".txt":
+        return [TXT]
     if suffix == ".tsv":
         return first.split("\t")
     if suffix == ".csv":
         return next(csv.reader([first]))
     raise ValueError(
-        f"{path} ends in {suffix or 'nothing'}, expected .csv, .tsv or .jsonl: rename the file."
+        f"{path} ends in {suffix or 'nothing'}, expected .csv, .tsv, .jsonl or .txt: rename the "
+        "file."
     )
 
 

@@ -5,6 +5,7 @@ or two sentences with a label, whatever the source; glue.py builds on it. `TextD
 and jsonl files whose columns have names. prompted.py is for texts that a language model writes.
 """
 
+import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -169,8 +170,7 @@ class SentenceData(TokenizedData):
 class TextData(SentenceData):
     """Tables of sentences: csv, tsv or jsonl files with named columns.
 
-    The ending of a file's name says its format. csv is quoted as spreadsheets quote; in tsv a
-    quotation mark is a character like others; jsonl has an object on each line. Classes are the
+    The ending of a file's name says its format; see `tables.read_table`. Classes are the
     labels of the training file in order, of numbers if all are numbers and else of letters; a
     label that appears elsewhere only is an error.
 
@@ -221,6 +221,10 @@ class TextData(SentenceData):
             self._names = sorted(found, key=_natural(found))
         return self._names
 
+    @functools.cached_property
+    def _classes(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.class_names)}
+
     def load(self, part: str) -> list[Example]:
         if part == "predict" or (part == "test" and self.files["test"] is None):
             part = "test" if self.files["test"] else "val"
@@ -252,7 +256,7 @@ class TextData(SentenceData):
     def _label(self, text: str, place: str) -> float:
         if self.regress:
             return read_score(text, place)
-        return read_class(text, self.class_names, place)
+        return read_class(text, self._classes, place)
 
 
 def _natural(labels: Iterable[str]) -> Callable[[str], Any]:

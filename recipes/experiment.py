@@ -106,6 +106,9 @@ class Experiment:
         if record["finished"] and last.is_file():
             console.print(f"[dim]{title}: finished before, skipped")
             return StageResult(last, read_history(folder), record["seconds"])
+        resumed = last.is_file() and continues(last)
+        if folder.exists() and not resumed:
+            shutil.rmtree(folder)  # the curves of a sitting that left nothing to go on with
         folder.mkdir(parents=True, exist_ok=True)
         record_file.write_text(json.dumps(record))
         # what a stage computes from the user's arguments (a quarter of max_epochs) overrides them
@@ -118,7 +121,7 @@ class Experiment:
             "init_args": {"save_dir": str(folder), "name": "", "version": sitting},
         }
         args.append(f"--trainer.logger={json.dumps(logger)}")
-        if last.is_file():
+        if resumed:
             console.print(f"[bold]{title}: continues from {last}")
             args.append(f"--ckpt_path={last}")
         else:
@@ -191,6 +194,13 @@ class Experiment:
             f"`{self.command}` · {seeds} seed{'s' if seeds > 1 else ''} · {device} · "
             f"torch {torch.__version__} · {time.strftime('%Y-%m-%d')}"
         )
+
+
+def continues(checkpoint: Path) -> bool:
+    """Whether a checkpoint has what training goes on with, and not the weights alone."""
+    return "optimizer_states" in torch.load(
+        checkpoint, map_location="cpu", weights_only=True, mmap=True
+    )
 
 
 def presets(folder: Path, config: str) -> list[str]:

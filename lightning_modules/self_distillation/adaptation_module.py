@@ -21,6 +21,7 @@ from lightning_modules.self_distillation.distillation import (
 from lightning_modules.self_distillation.mae_checkpoint import (
     from_transformers,
     load_mae,
+    without_decoder,
 )
 from lightning_modules.self_distillation.masked_autoencoder import MaskedAutoencoder, mae_decoder
 from lightning_modules.self_distillation.masked_image import Masking, mask_patches, pixel_loss
@@ -147,7 +148,7 @@ class Adaptation(Stage):
                 "the teacher has no weights: give model.teacher_from, the checkpoint of a further "
                 "pre-training or of the round before"
             )
-        teacher = self.build()
+        teacher = self.build(pretrained=False)
         self.load(teacher, self.teacher_from)
         return teacher
 
@@ -237,18 +238,29 @@ class ImageAdaptation(Adaptation):
     ):
         super().__init__(architecture=architecture, **kwargs)
 
-    def build(self) -> nn.Module:
-        """Encoder and decoder."""
+    def build(self, pretrained: bool) -> nn.Module:
+        """Encoder and decoder.
+
+        Raises:
+            ValueError: if the weights come without a decoder, and it is not to be new.
+        """
         h = self.settings
-        args = h.model_args or {}
+        args, new = h.model_args or {}, h.train == "decoder"
         if "/" not in h.architecture and not Path(h.architecture).is_dir():
-            encoder = build_vision(h.architecture, 0, args, self.pretrained)
+            if pretrained and not new:
+                raise without_decoder(h.architecture)
+            encoder = build_vision(h.architecture, 0, args, pretrained)
             return MaskedAutoencoder(encoder, mae_decoder(encoder, **(h.decoder_args or {})))
-        if self.pretrained:
-            plain = ViTMAEForPreTraining.from_pretrained(h.architecture, **args)
-        else:
-            plain = ViTMAEForPreTraining(ViTMAEConfig.from_pretrained(h.architecture, **args))
-        return from_transformers(plain)
+        config = ViTMAEConfig.from_pretrained(h.architecture, **args)
+        model = from_transformers(ViTMAEForPreTraining(config))
+        if pretrained:  # with its own config, so that positions of another size can be interpolated
+            loaded: Any = ViTMAEForPreTraining.from_pretrained(
+                h.architecture, output_loading_info=True
+            )
+            there = loaded[0].state_dict().items()
+            state = {name: value for name, value in there if name not in loaded[1]["missing_keys"]}
+            load_mae(model, h.architecture, fresh_decoder=new, state=state)
+        return model
 
     def load(self, model: Any, source: str) -> None:
         """Encoder, and decoder unless it is to be new."""
@@ -313,7 +325,7 @@ class TextAdaptation(Adaptation):
     ):
         super().__init__(architecture=architecture, mask_ratio=mask_ratio, **kwargs)
 
-    def build(self) -> nn.Module:
+    def build(self, pretrained: bool) -> nn.Module:
         """A transformers model for masked language modelling, with `encode`.
 
         Raises:
@@ -322,7 +334,7 @@ class TextAdaptation(Adaptation):
         h = self.settings
         args = h.model_args or {}
         model: Any
-        if self.pretrained:
+        if pretrained:
             model, found = AutoModelForMaskedLM.from_pretrained(
                 h.architecture, dtype=torch.float32, output_loading_info=True, **args
             )

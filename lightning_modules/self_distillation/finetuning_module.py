@@ -2,6 +2,7 @@
 
 from typing import Any, Literal
 
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -10,13 +11,12 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_modules.backbones import build_text, build_vision
-from lightning_modules.self_distillation.mae_checkpoint import (
-    load_encoder,
-)
+from lightning_modules.optim import training_steps
+from lightning_modules.self_distillation.mae_checkpoint import load_encoder
 from lightning_modules.self_distillation.mars import mars_project, mars_start
 from lightning_modules.self_distillation.module import IGNORED, Stage, laid_out, load_completely
 from lightning_modules.self_distillation.r3f import r3f
-from lightning_modules.self_distillation.recadam import RecAdam
+from lightning_modules.self_distillation.recadam import RecAdam, require_convergence
 from lightning_modules.self_distillation.supcon import contrastive_loss
 
 Method = Literal["plain", "recadam", "mars", "r3f", "supcon"]
@@ -123,6 +123,14 @@ class Finetuning(Stage):
         self.log("train/loss", loss, prog_bar=True)
         return loss
 
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """As every stage; RecAdam that would diverge is refused before the first step."""
+        found: Any = super().configure_optimizers()
+        if self.settings.method == "recadam":
+            schedule = found["lr_scheduler"]["scheduler"]
+            require_convergence(found["optimizer"], schedule, training_steps(self.trainer))
+        return found
+
     def build_optimizer(self, groups: list[dict[str, Any]]) -> Optimizer:
         """AdamW, or RecAdam with plain Adam for the heads."""
         h = self.settings
@@ -221,10 +229,10 @@ class ImageFinetuning(Finetuning):
     ):
         super().__init__(num_classes=num_classes, architecture=architecture, **kwargs)
 
-    def build(self) -> nn.Module:
+    def build(self, pretrained: bool) -> nn.Module:
         """A timm model."""
         h = self.settings
-        return build_vision(h.architecture, h.num_classes, h.model_args or {}, self.pretrained)
+        return build_vision(h.architecture, h.num_classes, h.model_args or {}, pretrained)
 
     def load(self, model: nn.Module, source: str) -> None:
         """The encoder of a masked auto-encoder; the decoder is dropped."""
@@ -271,11 +279,11 @@ class TextFinetuning(Finetuning):
     ):
         super().__init__(num_classes=num_classes, architecture=architecture, **kwargs)
 
-    def build(self) -> nn.Module:
+    def build(self, pretrained: bool) -> nn.Module:
         """A transformers model for sequence classification."""
         h = self.settings
         arguments = {**(h.model_args or {}), "num_labels": h.num_classes}
-        return build_text(h.architecture, "classification", arguments, self.pretrained)
+        return build_text(h.architecture, "classification", arguments, pretrained)
 
     def load(self, model: Any, source: str) -> None:
         """The encoder of a masked language model."""

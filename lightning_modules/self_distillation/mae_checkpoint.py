@@ -154,7 +154,10 @@ def in_decoder(name: str) -> bool:
 
 
 def load_mae(
-    model: MaskedAutoencoder, source: str | Path, fresh_decoder: bool = False
+    model: MaskedAutoencoder,
+    source: str | Path,
+    fresh_decoder: bool = False,
+    state: dict[str, Tensor] | None = None,
 ) -> LoadReport:
     """Load an autoencoder from a checkpoint of any of the formats, completely, and log it.
 
@@ -164,23 +167,29 @@ def load_mae(
         model: receives the weights, in place.
         source: see `weights.read_state_dict`.
         fresh_decoder: leave the decoder as it is, whether or not the checkpoint has one.
+        state: what is in the source, where it has been read.
 
     Raises:
         FileNotFoundError: if there is no such file.
         ValueError: if the checkpoint has no decoder and needs one, or weights are missing or have
             other shapes.
     """
-    original = to_original(read_state_dict(source))
+    original = to_original(read_state_dict(source) if state is None else state)
     if fresh_decoder:
         original = {name: value for name, value in original.items() if not in_decoder(name)}
     elif not any(map(in_decoder, original)):
-        raise ValueError(
-            f"{source} has no decoder, so it cannot predict pixels: give a pre-training checkpoint "
-            "with its decoder, such as facebook/vit-mae-base, or fit a new one to it first, a "
-            "stage with model.train decoder (--decoder_steps 2000 of "
-            "recipes.self_distillation.images)"
-        )
+        raise without_decoder(source)
     return _load(model, original, source, optional=("decoder.",) if fresh_decoder else ())
+
+
+def without_decoder(source: str | Path) -> ValueError:
+    """The error of weights that cannot predict pixels."""
+    return ValueError(
+        f"{source} has no decoder, so it cannot predict pixels: give a pre-training checkpoint "
+        "with its decoder, such as facebook/vit-mae-base, or fit a new one to it first, a "
+        "stage with model.train decoder (--decoder_steps 2000 of "
+        "recipes.self_distillation.images)"
+    )
 
 
 def load_encoder(encoder: nn.Module, source: str | Path) -> LoadReport:

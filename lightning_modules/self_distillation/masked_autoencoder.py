@@ -99,8 +99,9 @@ class MaskedAutoencoder(nn.Module):
         if size != (self.image_size, self.image_size):
             raise ValueError(
                 f"images are {size[0]} × {size[1]}, but the encoder takes {self.image_size} × "
-                f"{self.image_size}: resize them, or build the encoder for theirs and load its "
-                "weights with load_mae, which interpolates the positions"
+                f"{self.image_size}: set data.image_size to that, or build the encoder for theirs "
+                "(model.model_args: img_size of timm, image_size of ViTMAE), whose positions are "
+                "interpolated"
             )
         encoder = self.encoder
         if isinstance(encoder, ViTMAEModel):

@@ -36,7 +36,8 @@ class Stage(L.LightningModule):
         architecture: name of the model.
         model_args: further arguments of the model or values of its configuration.
         pretrained: start from the weights of that name. Like init_from not part of the checkpoint.
-        init_from: start from the weights of a checkpoint, state_dict or safetensors file.
+        init_from: start from the weights of a checkpoint, state_dict or safetensors file, and
+            not from those of a name.
         lr: peak learning rate.
         betas: of Adam.
         weight_decay: decoupled, per unit of learning rate.
@@ -73,7 +74,7 @@ class Stage(L.LightningModule):
         """The arguments of __init__."""
         return self.hparams
 
-    def build(self) -> nn.Module:
+    def build(self, pretrained: bool) -> nn.Module:
         """The model, random or with the weights of its name."""
         raise NotImplementedError
 
@@ -92,7 +93,7 @@ class Stage(L.LightningModule):
         """Build the model once, and shard it where the strategy asks."""
         if self.model is not None:
             return
-        model = self.build()
+        model = self.build(self.pretrained and self.init_from is None)
         if self.init_from is not None:
             self.load(model, self.init_from)
         self.start = fingerprint(model.state_dict())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 
 class RecAdam(Optimizer):
@@ -111,6 +112,24 @@ class RecAdam(Optimizer):
             pull = lr * (1 - share) * group["pretrain_cof"]
             parameter.add_(parameter - state["anchor"], alpha=-pull)
         parameter.mul_(1 - lr * group["weight_decay"])
+
+
+def require_convergence(optimizer: RecAdam, schedule: Any, steps: int) -> None:
+    """Refuse settings with which `step` would stop the run later on.
+
+    Args:
+        optimizer: its groups have their peak learning rates in `initial_lr`.
+        schedule: of the learning rate; only a LambdaLR can be looked ahead in.
+        steps: of the whole run.
+
+    Raises:
+        ValueError: naming the first step at which lr · γ · (1 − λ_t) is above 2.
+    """
+    if not isinstance(schedule, LambdaLR):
+        return
+    for step in range(steps):
+        for group, share in zip(optimizer.param_groups, schedule.lr_lambdas, strict=True):
+            annealing({**group, "lr": group["initial_lr"] * share(step)}, step + 1)
 
 
 def annealing(group: dict[str, Any], steps: int) -> float:

@@ -23,7 +23,7 @@ def distance(weights: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> floa
         ValueError: if they have nothing in common, or a tensor's shape differs.
     """
     total, common = 0.0, 0
-    for name in weights.keys() & start.keys():
+    for name in sorted(weights.keys() & start.keys()):  # on every rank in the same order
         now, then = weights[name], start[name]
         if isinstance(now, DTensor) and not isinstance(then, DTensor):
             now = now.full_tensor()

@@ -144,8 +144,6 @@ class Study:
         """
         name = f"{self.kind}_adapt"
         given = self.parsed("adapt").model
-        if given.init_args.init_from is not None:
-            given.init_args.pretrained = False  # all of it comes from there
         pretrain = self.grid["pretrain"] if given.init_args.init_from is None else None
         if self.decoder_steps:
             pretrain = {

@@ -17,9 +17,9 @@ Your own images, in my_folder/train/<class>/ and my_folder/val/<class>/ or just 
 
 begins with facebook/vit-mae-base, or with --model.init_from mae.pth; a checkpoint without decoder
 gets one by --decoder_steps 2000. Further pre-training and distillation take the training images;
---unlabelled other_folder takes other_folder/<any>/ instead. What is scored is the checkpoint best
-on validation; --data.test names a folder beside train and val to test on. The report ends in a
-classifier and the lines that use it.
+--unlabelled other_folder takes all images below that folder instead. What is scored is the
+checkpoint best on validation; --data.test names a folder beside train and val to test on. The
+report ends in a classifier and the lines that use it.
 
 Any further argument goes to every stage, --adapt.trainer.max_steps to further pre-training and
 distillation only, --finetune.trainer.max_steps to fine-tuning only. Without a network:
@@ -93,7 +93,8 @@ def unlabelled(folder: str, labelled: Any) -> dict[str, Any]:
     """Settings of the DataModule that has a folder's images, all of them."""
     return {
         "data": "datamodules.ImageFolderData",
-        "data.root": folder,
+        "data.root": str(Path(folder).resolve()),
+        "data.labelled": False,
         "data.name": None,
         "data.test": None,
         "data.classes": None,

@@ -24,11 +24,11 @@ gets one by --decoder_steps 1000:
       --model.architecture weights/all-MiniLM-L6-v2 --data.tokenizer weights/all-MiniLM-L6-v2 \\
       --decoder_steps 1000
 
-Further pre-training and distillation take the training texts; --unlabelled texts.csv, a table with
-the same column of sentences, takes those instead. What is scored is the checkpoint best on
-validation. The report ends in a classifier and the lines that use it. Any further argument goes to
-every stage, --adapt.trainer.max_epochs to further pre-training and distillation only,
---finetune.trainer.max_epochs to fine-tuning only.
+Further pre-training and distillation take the training texts; --unlabelled takes those of another
+file instead, a table with the same column of sentences, or a .txt with one on each line. What is
+scored is the checkpoint best on validation. The report ends in a classifier and the lines that use
+it. Any further argument goes to every stage, --adapt.trainer.max_epochs to further pre-training and
+distillation only, --finetune.trainer.max_epochs to fine-tuning only.
 """
 
 from collections.abc import Sequence
@@ -89,7 +89,7 @@ def unlabelled(table: str, labelled: Any) -> dict[str, Any]:
 
     It wants a label, which nothing looks at: the text itself will do.
     """
-    text = labelled.get("text", "sentence")
+    text = "sentence" if table.endswith(".txt") else labelled.get("text", "sentence")
     return {
         "data": "datamodules.TextData",
         "data.train": table,

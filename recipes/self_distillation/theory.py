@@ -84,7 +84,7 @@ def measure(seed: int) -> dict[str, Any]:
         "psi": [model.psi(t, initial) for t in rounds],
         "distance": [float((initial - model.fine_tuned(t)).norm()) for t in rounds],
         "extra_drop": model.extra_drop(),
-        "without_ridge": float((still.closed_form(ROUNDS) - still.closed_form(1)).abs().max()),
+        "without_ridge": float((still.recursion(ROUNDS) - still.recursion(1)).abs().max()),
     }
 
 

@@ -168,6 +168,18 @@ def test_classes_and_few_shot(folders):
             folder_data(folders, classes=classes).setup()
 
 
+def test_unlabelled_images_lie_anywhere(tmp_path):
+    for name in ("one.png", "some/two.png", "some/more/three.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / name)
+    data = folder_data(tmp_path, labelled=False, val_fraction=0.34)
+    data.setup()
+    assert len(data.train_set) == 2 and len(data.val_set) == 1 and data.num_classes == 1
+    (tmp_path / "void").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"void has no images .* in no folder below it"):
+        folder_data(tmp_path / "void", labelled=False).setup()
+
+
 def test_bad_folders_are_named(folders, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"absent is not a folder, .* --data.root"):
         folder_data(folders / "absent").setup()

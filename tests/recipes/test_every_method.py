@@ -13,20 +13,28 @@ import timm
 import torch
 
 from lightning_modules.pela import PELA
+from lightning_modules.self_distillation import ImageAdaptation, MaskedAutoencoder, mae_decoder
 from tests.recipes import stage_runs
 from tests.recipes.stage_runs import Killed, assert_same, logged, under_both_strategies
 
-REPAIR = "pela/deit_b"
+REPAIR, DISTIL = "pela/deit_b", "self_distillation/images_adapt"
 VIT = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 3, "num_heads": 2}
 NOISE = {"drop_path_rate": 0.2, "proj_drop_rate": 0.1}
-VALIDATED = "--trainer.check_val_every_n_epoch=1"
+VALIDATED, BY_STEPS = "--trainer.check_val_every_n_epoch=1", "--trainer.val_check_interval=4"
 SCENES = ['--data.generate={"train": 25, "val": 3}', "--data.batch_size=4", VALIDATED]
 STAGES = {
     # stage → further options; its `tiny` preset has several epochs of a few batches
     "vera/glue": ["--data.limit=80"],
     "vera/e2e": ["--data.limit=80"],
-    "self_distillation/images_finetune": ["--data.per_class=20", "--model.method=mars"],
-    "self_distillation/text_adapt": [],
+    "self_distillation/images_finetune": ["--data.per_class=20", "--model.method=mars", BY_STEPS],
+    "self_distillation/text_finetune": ["--model.method=recadam", BY_STEPS],
+    "self_distillation/text_adapt": [BY_STEPS],
+    DISTIL: [
+        "--model.distil=hidden",
+        "--model.match=all",
+        BY_STEPS,
+        "--trainer.callbacks+=callbacks.frozen_teacher.FrozenTeacher",
+    ],
     REPAIR: [
         f"--model.model_args={json.dumps(VIT | NOISE)}",
         # forms of the losses whose gradients no other part could hide
@@ -41,24 +49,39 @@ STEPS, KILLED_AT, RESUMED_AT = 8, 5, 4
 
 @cache
 def dense_weights():
-    """Of what PELA's stage repairs: a teacher that any change of shows."""
+    """Of what PELA's stage repairs."""
+    return scattered(timm.create_model("vit_tiny_patch16_224", num_classes=10, **VIT))
+
+
+@cache
+def further_weights():
+    """Of what self-distillation's student learns from."""
+    vit = {"img_size": 8, "patch_size": 2, "embed_dim": 32, "depth": 2, "num_heads": 2}
+    encoder = timm.create_model("vit_tiny_patch16_224", num_classes=0, **vit)
+    return scattered(MaskedAutoencoder(encoder, mae_decoder(encoder, depth=1, width=16, heads=2)))
+
+
+def scattered(model):
+    """A teacher's weights, of which any change shows."""
     torch.manual_seed(0)
-    model = timm.create_model("vit_tiny_patch16_224", num_classes=10, **VIT)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return dict(model.state_dict())
 
 
+TEACHERS = {PELA: dense_weights, ImageAdaptation: further_weights}
+
+
 class Witness(stage_runs.Witness):
-    """Sees to it, too, that PELA's teacher stays as it was and takes no part in training."""
+    """Sees to it, too, that a teacher stays as it was and takes no part in training."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if not isinstance(pl_module, PELA):
+        if type(pl_module) not in TEACHERS:
             return
         teacher = pl_module.teacher
         assert not teacher.training and not any(p.requires_grad for p in teacher.parameters())
-        assert_same(dict(teacher.state_dict()), dense_weights())
+        assert_same(dict(teacher.state_dict()), TEACHERS[type(pl_module)]())
         # DistributedDataParallel, where there is one: its parameters are its buckets'
         held = {id(p) for p in trainer.strategy.model.parameters()}
         assert not held & {id(p) for p in teacher.parameters()}
@@ -71,6 +94,9 @@ def options_of(stage, folder):
     if stage == REPAIR:
         torch.save(dense_weights(), folder.parent / "dense.pt")
         options.append(f"--model.init_from={folder.parent / 'dense.pt'}")
+    if stage == DISTIL:
+        torch.save(further_weights(), folder.parent / "further.pt")
+        options.append(f"--model.teacher_from={folder.parent / 'further.pt'}")
     return [*options, *STAGES[stage]]
 
 
@@ -95,7 +121,7 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(stage, tmp_path):
     resumed = in_one_process(stage, tmp_path / "resumed", last)
     assert resumed["losses"] == whole["losses"][RESUMED_AT:]
     assert_same(resumed["weights"], whole["weights"])
-    assert_same_scores(stage, tmp_path)
+    assert_same_scores(tmp_path)
     one, other = (
         torch.load(tmp_path / run / "last.ckpt", weights_only=True) for run in ("whole", "resumed")
     )
@@ -119,13 +145,13 @@ def test_two_processes_agree_and_resume_to_the_bit(stage, strategy, tmp_path):
     for before, after in zip(whole, resumed, strict=True):
         assert after["losses"] == before["losses"][RESUMED_AT:]
         assert_same(after["weights"], before["weights"])
-    assert_same_scores(stage, tmp_path)
+    assert_same_scores(tmp_path)
 
 
-def assert_same_scores(stage, folder):
+def assert_same_scores(folder):
     """Of validation, which may have state of its own."""
     scores, later = (logged(folder / run, "val/") for run in ("whole", "resumed"))
-    assert later or stage.startswith("self_distillation")
+    assert later
     assert later == scores[len(scores) - len(later) :]
 
 

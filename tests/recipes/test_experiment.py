@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from recipes import experiment as module
 from recipes.cli import console
@@ -15,13 +16,17 @@ class Trainings:
 
     def __init__(self):
         self.calls, self.fails, self.interrupted = [], False, False
+        self.beside_weights = {"optimizer_states": []}
 
     def __call__(self, args):
         self.calls.append(args)
         folder = next(a for a in args if a.startswith("--checkpoint.dirpath=")).split("=")[1]
         checkpoint = module.Path(folder) / "last.ckpt"
         checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        checkpoint.write_text("weights")
+        torch.save({"state_dict": {}, **self.beside_weights}, checkpoint)
+        log = checkpoint.parents[1] / f"log{len(self.calls)}"
+        log.mkdir()
+        (log / "metrics.csv").write_text(f"loss\n{len(self.calls)}\n")
         if self.fails:
             raise RuntimeError("killed")
         return SimpleNamespace(trainer=SimpleNamespace(interrupted=self.interrupted))
@@ -64,6 +69,16 @@ def test_killed_stage_continues_from_its_last_checkpoint(experiment, trainings, 
     assert f"--ckpt_path={result.checkpoint}" in trainings.calls[1]
     experiment.stage("a", "stage")
     assert len(trainings.calls) == 2
+
+
+def test_a_killed_stage_that_kept_its_weights_only_starts_again(experiment, trainings):
+    trainings.fails, trainings.beside_weights = True, {}
+    with pytest.raises(RuntimeError):
+        experiment.stage("a", "stage")
+    trainings.fails = False
+    result = experiment.stage("a", "stage")
+    assert not any(a.startswith("--ckpt_path") for a in trainings.calls[1])
+    assert result.metrics == {"loss": 2.0}  # and has no curves of the first attempt
 
 
 def test_changed_settings_begin_anew(experiment, trainings):

@@ -140,7 +140,8 @@ def classify(report, capsys):
 
 def test_your_own_images(scratch, capsys):
     write_images(Path("mine"), ["cat", "dog"], 15)
-    write_images(Path("other"), ["all"], 20)
+    write_images(Path("other"), ["."], 15)
+    write_images(Path("other/some"), ["more"], 5)
     encoder = timm.create_model("vit_tiny_patch16_224", num_classes=0, **VIT)
     torch.save(encoder.state_dict(), "encoder.pt")
     command = [
@@ -184,9 +185,9 @@ def test_your_own_texts(scratch, capsys):
     BertTokenizer(vocab=dict(zip(vocabulary, range(99), strict=False))).save_pretrained("bert")
     rows = [f"the {words[i % 2]} {words[2 + i % 3]},{['yes', 'no'][i % 2]}\n" for i in range(40)]
     Path("my.csv").write_text("said,what\n" + "".join(rows))
-    Path("texts.csv").write_text("said\n" + "a good film\nthe bad plot\n" * 10)
+    Path("texts.txt").write_text("a good film\nthe bad plot\n" * 10)
     command = [
-        "--preset", "own", "--data.train", "my.csv", "--unlabelled", "texts.csv",
+        "--preset", "own", "--data.train", "my.csv", "--unlabelled", "texts.txt",
         "--data.text=said", "--data.label=what", "--data.num_workers=0", "--data.batch_size=8",
         "--model.architecture", "bert", "--data.tokenizer", "bert", "--trainer.accelerator=cpu",
         "--adapt.trainer.max_epochs=1", "--finetune.trainer.max_epochs=2",

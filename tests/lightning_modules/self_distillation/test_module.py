@@ -7,6 +7,7 @@ import lightning as L
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import ViTMAEConfig, ViTMAEForPreTraining, ViTMAEModel
 
 from callbacks.frozen_teacher import FrozenTeacher
 from datamodules.loading import build_loader
@@ -17,6 +18,7 @@ from lightning_modules.self_distillation import (
     TextFinetuning,
     distance,
     fingerprint,
+    from_transformers,
     masked_autoencoding,
     r3f,
 )
@@ -263,7 +265,7 @@ def test_a_rival_resumes_with_the_weights_it_began_with(method, files, tmp_path)
     for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other)
     if method == "mars":  # saved weights are projected ones
-        start = finetuning("images", init_from=original).build().state_dict()
+        start = finetuning("images", init_from=original).build(pretrained=False).state_dict()
         original_weights = read_state_dict(original)
         for state in (read_state_dict(first), whole.model.state_dict()):
             change = state["head.weight"].abs().sum(1)
@@ -288,6 +290,11 @@ def test_recadam_that_diverges_is_refused(files, tmp_path):
     module = finetuning("images", method="recadam", lr=1e-3, pretrain_cof=5000.0)
     with pytest.raises(ValueError, match="RecAdam diverges: lr 0.001 · pretrain_cof 5000"):
         fit(module, "images", tmp_path)
+    # warm-up brings lr · γ to 0, 1.67, 3.33 and 5
+    late = finetuning("images", method="recadam", lr=1e-3, pretrain_cof=5000.0, warmup=3)
+    with pytest.raises(ValueError, match=r"lr 0.000666667 · .* is 3.33333 at step 3, expected"):
+        fit(late, "images", tmp_path, steps=4)
+    assert late.trainer.global_step == 0
 
 
 def test_checkpoints_load_by_themselves_and_refuse_others(files):
@@ -328,6 +335,45 @@ def test_the_distance_is_logged_as_long_as_the_start_is_known(stage, kind, files
     lost = stage(kind, lr=1e-2)
     fit(lost, kind, tmp_path / "lost", 4, ckpt_path=first, log_every_n_steps=2)
     assert "train/distance" not in lost.trainer.callback_metrics
+
+
+VITMAE = {
+    "image_size": 8, "patch_size": 2, "hidden_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "intermediate_size": 32, "decoder_hidden_size": 12,
+    "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 3,
+    "decoder_intermediate_size": 24,
+}  # fmt: skip
+
+
+def test_a_name_whose_weights_come_without_a_decoder(tmp_path):
+    encoder = ViTMAEModel(ViTMAEConfig(**VITMAE))
+    encoder.save_pretrained(tmp_path / "encoder")
+    for architecture in (str(tmp_path / "encoder"), "vit_base_patch16_224.mae"):
+        with pytest.raises(ValueError, match=f"{architecture} has no decoder, .*--decoder_steps"):
+            ImageAdaptation(architecture, pretrained=True).configure_model()
+    new = ImageAdaptation(str(tmp_path / "encoder"), pretrained=True, train="decoder")
+    new.configure_model()
+    for name, value in encoder.state_dict().items():
+        assert torch.equal(new.model.encoder.state_dict()[name], value), name
+
+
+def test_a_hub_model_at_another_image_size_and_in_training_mode(tmp_path):
+    torch.manual_seed(0)
+    plain = ViTMAEForPreTraining(ViTMAEConfig(**VITMAE))
+    from_transformers(plain)  # sets the positions
+    plain.save_pretrained(tmp_path / "mae")
+    same, larger = (
+        ImageAdaptation(str(tmp_path / "mae"), pretrained=True, model_args=args)
+        for args in ({"hidden_dropout_prob": 0.5}, {"image_size": 12})
+    )
+    for module in (same, larger):
+        module.configure_model()
+        assert all(part.training for part in module.model.modules())
+    for name, value in plain.vit.state_dict().items():
+        assert torch.equal(same.model.encoder.state_dict()[name], value), name
+        moved = larger.model.encoder.state_dict()[name]
+        assert torch.equal(moved, value) or (name.endswith("position_embeddings") and moved.any())
+    assert larger.model.encode(torch.randn(1, 3, 12, 12)).shape == (1, 1 + 36, 16)
 
 
 def test_bad_input(files, tmp_path):

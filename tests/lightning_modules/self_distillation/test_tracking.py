@@ -17,6 +17,18 @@ def test_distance_is_over_what_both_have():
     assert distance(start, start) == 0
 
 
+def test_every_process_goes_through_the_tensors_in_the_same_order():
+    class Asked(dict):
+        def __getitem__(self, name):
+            asked.append(name)
+            return super().__getitem__(name)
+
+    asked = []
+    weights = Asked({name: torch.ones(1) for name in "dbeacf"})
+    distance(weights, dict(weights))
+    assert asked == list("abcdef")
+
+
 def test_a_student_begins_where_the_original_does():
     original = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).bfloat16()
     student = copy.deepcopy(original)
