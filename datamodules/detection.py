@@ -198,10 +198,15 @@ def read_coco(folder: Path, part: str) -> tuple[list[str], list[Annotated]]:
                 torch.tensor([row[:4] for row in rows], dtype=torch.float32).reshape(-1, 4),
                 torch.tensor([classes[row[4]["category_id"]] for row in rows], dtype=torch.int64),
                 torch.tensor([row[4].get("iscrowd", 0) for row in rows], dtype=torch.int64),
-                torch.tensor([row[4]["area"] for row in rows], dtype=torch.float32),
+                torch.tensor([area_of(row[4]) for row in rows], dtype=torch.float32),
             )
         )
     return [category["name"] for category in categories], images
+
+
+def area_of(annotation: dict[str, Any]) -> float:
+    """Of its mask, or where the tool that wrote it left that out, of its box."""
+    return annotation.get("area", annotation["bbox"][2] * annotation["bbox"][3])
 
 
 # A small set of the same form.

@@ -50,11 +50,18 @@ class Splits(NamedTuple):
 def read_image(path: str | Path) -> Image.Image:
     """The image in the file, as RGB whatever its mode (greyscale, palette, RGBA, CMYK).
 
+    Of greyscale with 16 bits the upper eight are taken.
+
     Raises:
-        OSError: the file is missing, cut off or no image.
+        OSError: the file is missing, cut off or no image, or has 32 bits for a pixel, whose range
+            is not known.
     """
     try:
         with Image.open(path) as image:
+            if image.mode.startswith("I;16"):
+                return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+            if image.mode in ("I", "F"):
+                raise ValueError(f"its mode {image.mode} says nothing of what is white")
             return image.convert("RGB")
     except (OSError, SyntaxError, ValueError) as error:  # PIL's plugins raise all three
         raise OSError(
@@ -353,9 +360,10 @@ def draw_per_class(
     """Draws `share(n)` of the n items of each class: the drawn and the others, in their order."""
     rng = np.random.default_rng(seed)
     labels = np.array([label for _, label in items])
+    order = np.argsort(labels, kind="stable")
     drawn: set[int] = set()
-    for label in np.unique(labels):
-        places = rng.permutation(np.flatnonzero(labels == label)).tolist()
+    for members in np.split(order, np.flatnonzero(np.diff(labels[order])) + 1):
+        places = rng.permutation(members).tolist()
         drawn.update(places[: share(len(places))])
     return (
         [item for place, item in enumerate(items) if place in drawn],

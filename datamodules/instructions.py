@@ -87,6 +87,9 @@ class InstructionData(PromptedData):
         train, val = hold_out(found, self.val_fraction, self.seed)
         return train if part == "train" else val
 
+    def val_dataloader(self) -> Any:
+        return super().val_dataloader() if self.val_fraction else []
+
     def encode_prompts(self, prompts: Sequence[str]) -> list[list[int]]:
         begin = self.tokenizer.bos_token_id
         begins = [] if begin is None else [begin]

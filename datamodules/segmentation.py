@@ -150,13 +150,13 @@ def read_classes(path: Path) -> list[str]:
         )
     names = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()[1:], start=2):
-        index, *_, name = line.split("\t")
-        if index.strip() != str(number - 1):
+        cells = line.split("\t")
+        if len(cells) < 2 or cells[0].strip() != str(number - 1):
             raise ValueError(
-                f"{path}, line {number}: the class's number is {index.strip()!r}, expected "
-                f"{number - 1}: give the file as the benchmark has it."
+                f"{path}, line {number}: the class's number is {cells[0].strip()!r}, expected "
+                f"{number - 1} and, after a tab, its name: give the file as the benchmark has it."
             )
-        names.append(name.strip())
+        names.append(cells[-1].strip())
     return names
 
 

@@ -148,4 +148,6 @@ def _require(columns: Iterable[str], found: Iterable[str], place: str) -> None:
 
 
 def _as_text(value: Any) -> str:
+    if value is None:
+        return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

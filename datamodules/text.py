@@ -217,7 +217,20 @@ class TextData(SentenceData):
     def class_names(self) -> list[str]:
         """The labels as the training file writes them, by class; none for regression."""
         if not self._names and not self.regress:
-            found = {row[self.label] for _, row in self._rows("train", labelled=True)}
+            found = set()
+            for line, row in self._rows("train", labelled=True):
+                if not row[self.label]:
+                    raise ValueError(
+                        f"{self.files['train']}, line {line}: there is no {self.label}: fill it "
+                        "in, or remove the line."
+                    )
+                found.add(row[self.label])
+            if len(found) < 2:
+                raise ValueError(
+                    f"{self.files['train']}: the column {self.label!r} has {len(found)} different "
+                    "labels, expected two or more: name the right column in data.label, or set "
+                    "data.regress to predict numbers."
+                )
             self._names = sorted(found, key=_natural(found))
         return self._names
 

@@ -24,7 +24,7 @@ def build_vision(
         pretrained: weights from the hub (needs a network or a filled cache); random otherwise.
 
     Raises:
-        ValueError: if timm has no such model.
+        ValueError: if timm has no such model, or the model no such argument.
     """
     if not timm.is_model(architecture):
         near = difflib.get_close_matches(architecture, timm.list_models(), n=5)
@@ -32,9 +32,12 @@ def build_vision(
             f"timm has no model {architecture!r}; similar: {', '.join(near) or 'none'} "
             "(timm.list_models() names all)"
         )
-    return timm.create_model(
-        architecture, pretrained=pretrained, num_classes=num_classes, **model_args
-    )
+    try:
+        return timm.create_model(
+            architecture, pretrained=pretrained, num_classes=num_classes, **model_args
+        )
+    except TypeError as error:
+        raise ValueError(f"{architecture}: {error}; correct model.model_args") from error
 
 
 TEXT_TASKS = {

@@ -1,5 +1,6 @@
 """Parameter groups and learning-rate schedules that several methods share."""
 
+import math
 from typing import Any
 
 from torch import nn
@@ -63,10 +64,18 @@ def training_steps(trainer: Any) -> int:
 
     Args:
         trainer: the Lightning Trainer.
+
+    Raises:
+        ValueError: if the run has no end.
     """
-    steps = int(trainer.estimated_stepping_batches)
+    steps = trainer.estimated_stepping_batches
+    if not math.isfinite(steps):
+        raise ValueError(
+            f"max_epochs is {trainer.max_epochs} and max_steps {trainer.max_steps}, but the "
+            "learning rate's schedule needs an end: set trainer.max_steps or trainer.max_epochs"
+        )
     trainer.fit_loop._combined_loader = None
-    return steps
+    return int(steps)
 
 
 def with_schedule(

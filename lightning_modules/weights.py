@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,9 +59,7 @@ def read_state_dict(source: str | Path) -> dict[str, Tensor]:
         path = path / "model.safetensors"
     if not path.is_file():
         raise FileNotFoundError(f"no weights at {path}: give a checkpoint's path to init_from")
-    if path.suffix == ".safetensors":
-        return load_file(path)
-    content = torch.load(path, map_location="cpu", weights_only=True)
+    content = read_file(path)
     for key in ("state_dict", "model"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
@@ -73,6 +71,25 @@ def read_state_dict(source: str | Path) -> dict[str, Tensor]:
     if all(name.startswith("model.") for name in state):
         state = {name.removeprefix("model."): value for name, value in state.items()}
     return state
+
+
+def read_file(path: Path) -> Any:
+    """What a safetensors file holds, or any other file as torch.save wrote it.
+
+    Raises:
+        ValueError: if it is empty, damaged, of another kind, or has more in it than plain types.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever an unpickler stumbles over
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{path} cannot be read as weights ({type(error).__name__}: {reason}): expected a "
+            "safetensors file, a Lightning checkpoint or a state_dict saved by torch.save, with "
+            "nothing but plain types in it; fetch or write it again"
+        ) from error
 
 
 def load_weights(model: nn.Module, source: str | Path) -> LoadReport:
@@ -107,13 +124,47 @@ def load_weights(model: nn.Module, source: str | Path) -> LoadReport:
             f"nothing in {source} fits {type(model).__name__}: "
             f"it holds {', '.join(list(state)[:3])}, …, the model has {', '.join(list(own)[:3])}, …"
         )
-    missing = sorted(own.keys() - state.keys())
+    shared = {own[name].data_ptr() for name in loaded} - {0}  # an output layer tied to embeddings
+    missing = sorted(n for n in own.keys() - state.keys() if own[n].data_ptr() not in shared)
     unexpected = sorted(state.keys() - own.keys())
     report = LoadReport(sorted(loaded), missing, unexpected, sorted(reshaped), resampled)
     model.load_state_dict({**own, **loaded})
     complete = not (report.missing or report.unexpected or report.reshaped)
     log.log(logging.INFO if complete else logging.WARNING, "init_from %s: %s", source, report)
     return report
+
+
+def load_completely(
+    model: nn.Module,
+    source: str | Path,
+    cure: str,
+    required: str = "",
+    optional: Sequence[str] = (),
+) -> None:
+    """`load_weights`, of which nothing may be missing but BERT's pooler and what need not be there.
+
+    Args:
+        model: receives the weights, in place.
+        source: see `read_state_dict`.
+        cure: what to do instead; ends the error's message.
+        required: names that begin with this must be there.
+        optional: but not these modules.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if weights are missing or have other shapes.
+    """
+    report = load_weights(model, source)
+    spared = tuple(f"{name}." for name in optional)
+    lacking = [
+        name
+        for name in report.missing + report.reshaped
+        if name.startswith(required) and not name.startswith(spared) and ".pooler." not in name
+    ]
+    if lacking:
+        raise ValueError(
+            f"{source} does not fit {type(model).__name__}: {', '.join(lacking[:4])}; {cure}"
+        )
 
 
 def refuse_another_model(

@@ -7,6 +7,7 @@ python -m recipes fit -c recipes/matformer/matvit.yaml --trainer.devices 8 --tra
 
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -18,10 +19,14 @@ import torch
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from callbacks.seeding import SeedEveryStep
 
+CONFIG = re.compile("(-c|--config)=")
 SUMMARY = "One training stage from one YAML file, such as recipes/matformer/matvit.yaml."
+
+WRONG_SIZE = "doesn't match model"  # timm's assertion about an image
 
 # an experiment hands each stage its own arguments, whatever the process was started with
 warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
@@ -30,9 +35,10 @@ warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
 class RecipeCLI(LightningCLI):
     """Lightning's command line, with what every recipe has in common.
 
-    Added keys: `checkpoint` (Lightning's ModelCheckpoint; last.ckpt is always written) and
-    `seeding` (reproducible noise, see SeedEveryStep). `seed_everything` is the one seed of a run:
-    the order of the data and the noise of the steps follow it.
+    Added keys: `checkpoint` (Lightning's ModelCheckpoint; last.ckpt is always written, with
+    `monitor` the best one beside it) and `seeding` (reproducible noise, see SeedEveryStep).
+    `seed_everything` is the one seed of a run: the order of the data and the noise of the steps
+    follow it.
     """
 
     def __init__(self, args: ArgsType = None):
@@ -60,6 +66,21 @@ class RecipeCLI(LightningCLI):
         parser.link_arguments(
             "data.num_classes", "model.init_args.num_classes", apply_on="instantiate"
         )
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        """Let last.ckpt be the last checkpoint with `monitor` too.
+
+        Lightning then writes it only when the monitored value has become better.
+        """
+        trainer: Any = super().instantiate_trainer(**kwargs)
+        checkpoint = trainer.checkpoint_callback
+        if checkpoint is not None and checkpoint.monitor is not None and checkpoint.save_last:
+            checkpoint.save_last = False
+            settings = self._get(self.config, "checkpoint").as_dict()
+            changes = {"monitor": None, "filename": "last", "save_last": None, "save_top_k": 1}
+            changes["enable_version_counter"] = False
+            trainer.callbacks.append(ModelCheckpoint(**{**settings, **changes}))
+        return trainer
 
     def _parse_ckpt_path(self) -> None:
         """Keep the YAML's word on resume.
@@ -102,6 +123,7 @@ def main(args: list[str] | None = None) -> RecipeCLI:
     A preset (-c matvit.tiny.yaml) brings the stage that it changes with it.
     """
     args = sys.argv[1:] if args is None else args
+    args = [part for one in args for part in (one.split("=", 1) if CONFIG.match(one) else [one])]
     given: list[str] = []
     for i, argument in enumerate(args):
         if i and args[i - 1] in ("-c", "--config"):
@@ -123,8 +145,18 @@ def console(run: Callable[[], Any]) -> None:
         run()
     except KeyboardInterrupt:
         sys.exit("interrupted: the same command continues")
-    except (ValueError, OSError) as error:
-        if os.environ.get("RECIPES_TRACEBACK"):
+    except SystemExit as stop:
+        if isinstance(stop.__context__, KeyboardInterrupt):  # what Lightning makes of it
+            sys.exit("interrupted: the same command with --ckpt_path …/last.ckpt continues")
+        raise
+    except (ValueError, OSError, MisconfigurationException, AssertionError) as error:
+        reason = str(error)
+        foreign = isinstance(error, AssertionError)
+        if os.environ.get("RECIPES_TRACEBACK") or (foreign and WRONG_SIZE not in reason):
             raise
-        print(f"error: {error}\n(RECIPES_TRACEBACK=1 shows where)", file=sys.stderr)
+        if foreign:
+            reason += " Set data.image_size to the model's, or img_size in model.model_args."
+        # a worker of the loader hands over its whole traceback
+        reason = re.split(r"Original Traceback.*\n\w+Error: ", reason, flags=re.S)[-1].strip()
+        print(f"error: {reason}\n(RECIPES_TRACEBACK=1 shows where)", file=sys.stderr)
         sys.exit(2)

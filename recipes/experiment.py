@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,13 @@ from recipes.cli import main as run_stage
 from recipes.cli import parse
 
 console = Console()
+
+
+PASSING = (
+    "--trainer.accelerator", "--trainer.devices", "--trainer.num_nodes", "--trainer.strategy",
+    "--trainer.enable_", "--trainer.log_every", "--trainer.use_distributed_sampler",
+    "--data.num_workers", "--data.init_args.num_workers",
+)  # fmt: skip
 
 
 @dataclass
@@ -89,7 +97,7 @@ class Experiment:
             overrides: arguments that this stage changes, such as {"trainer.max_epochs": 4}.
 
         Raises:
-            RuntimeError: if the training failed.
+            SystemExit: if training on several devices failed.
         """
         folder = self.out / f"seed{seed}" / name
         files = self.files(config)
@@ -100,8 +108,12 @@ class Experiment:
         title = f"{self.name} ({self.preset}), seed {seed}: {name}"
         if record.get("fingerprint") != fingerprint:
             if folder.exists():
-                console.print(f"[yellow]{title}: its settings have changed, starting anew")
-                shutil.rmtree(folder)
+                old = folder.with_name(f"{name}.old")
+                console.print(
+                    f"[yellow]{title}: its settings have changed, starting anew (before: {old})"
+                )
+                shutil.rmtree(old, ignore_errors=True)
+                folder.rename(old)
             record = {"fingerprint": fingerprint, "finished": False, "seconds": 0.0}
         if record["finished"] and last.is_file():
             console.print(f"[dim]{title}: finished before, skipped")
@@ -167,22 +179,34 @@ class Experiment:
         """
         several = ("--trainer.devices", "--trainer.num_nodes", "--trainer.strategy")
         if any(argument.startswith(several) for argument in self.extra):
-            subprocess.run([sys.executable, "-m", "recipes", *args], check=True)
+            if code := subprocess.run([sys.executable, "-m", "recipes", *args]).returncode:
+                sys.exit(code)  # it has said why
             return
         # the stage's own line says enough; advice and device lists would bury it
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
         logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-        trainer = run_stage(args).trainer
-        if trainer.interrupted:
-            raise KeyboardInterrupt
+        try:
+            run_stage(args)
+        except SystemExit as stop:
+            if isinstance(stop.__context__, KeyboardInterrupt):  # what Lightning makes of it
+                raise KeyboardInterrupt from None
+            raise
 
     def _fingerprint(self, files: list[Path], arguments: dict[str, Any]) -> str:
-        """Of what a stage is made from: its files, arguments, and the weights it starts from."""
+        """Of what a stage is made from: its files, arguments, and the weights it starts from.
+
+        On what and how it runs is no part of that: a finished stage stays finished when the rest
+        goes on elsewhere.
+        """
         digest = hashlib.sha256()
         for file in files:
             digest.update(file.read_bytes())
-        digest.update(json.dumps([arguments, self.extra], sort_keys=True, default=str).encode())
+        digest.update(
+            json.dumps([arguments, lasting(self.extra)], sort_keys=True, default=str).encode()
+        )
         for value in arguments.values():
+            if isinstance(value, Path) and value.is_dir():
+                value /= "model.safetensors"
             if isinstance(value, Path) and value.is_file():
                 digest.update(str(value.stat().st_mtime_ns).encode())
         return digest.hexdigest()
@@ -194,6 +218,18 @@ class Experiment:
             f"`{self.command}` · {seeds} seed{'s' if seeds > 1 else ''} · {device} · "
             f"torch {torch.__version__} · {time.strftime('%Y-%m-%d')}"
         )
+
+
+def lasting(arguments: Sequence[str]) -> list[str]:
+    """A command line without the arguments that say on what and how a stage runs."""
+    found: list[str] = []
+    passing = False
+    for argument in arguments:
+        if argument.startswith("--"):  # a value that follows goes the same way
+            passing = argument.partition("=")[0].startswith(PASSING)
+        if not passing:
+            found.append(argument)
+    return found
 
 
 def continues(checkpoint: Path) -> bool:

@@ -83,9 +83,7 @@ def classification_loss(logits: Tensor, targets: Tensor, kind: str) -> Tensor:
     if kind == "sigmoid":
         if targets.ndim == 1:
             targets = F.one_hot(targets, logits.shape[-1])
-        loss = F.binary_cross_entropy_with_logits(
-            logits, targets.to(logits.dtype), reduction="none"
-        )
+        loss = F.binary_cross_entropy_with_logits(logits.float(), targets.float(), reduction="none")
         return loss.sum(-1).mean()
     raise ValueError(f"unknown loss {kind!r}: expected 'softmax' or 'sigmoid'")
 
@@ -110,8 +108,9 @@ def nearest_neighbour_accuracy(
         document_labels: (N,).
     """
     documents = normalised(documents).T
+    rows = max(1, 2**26 // documents.shape[1])  # 256 MB of similarities at a time
     hits = [
         document_labels[(normalised(chunk) @ documents).argmax(-1)] == labels
-        for chunk, labels in zip(queries.split(1024), query_labels.split(1024), strict=True)
+        for chunk, labels in zip(queries.split(rows), query_labels.split(rows), strict=True)
     ]
     return torch.cat(hits).float().mean().item()

@@ -15,7 +15,7 @@ from typing import Any
 
 import timm
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from timm.layers import Attention
 from torch import nn
 
@@ -26,6 +26,7 @@ from lightning_modules.matformer.nest import (
     nesting_of,
     set_granularity,
 )
+from lightning_modules.weights import read_file
 
 FORMAT = 1
 
@@ -62,24 +63,25 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     nesting = nesting_of(model)
     chosen = nesting.resolve(granularity)
-    uniform = len(set(chosen)) == 1 and nesting.part == "ffn"
+    small = extract(model, chosen)
     arguments = dict(model_args)
-    if uniform and chosen[0] != len(nesting.fractions) - 1:
+    if len(set(chosen)) == 1 and nesting.part == "ffn":
         arguments["mlp_ratio"] = model_args.get("mlp_ratio", 4.0) * nesting.fractions[chosen[0]]
+    whole = shapes(timm.create_model(architecture, **model_args)) == shapes(small)
+    alone = whole or shapes(timm.create_model(architecture, **arguments)) == shapes(small)
     manifest = {
         "format": FORMAT,
         "architecture": architecture,
-        "model_args": arguments,
+        "model_args": arguments if alone and not whole else model_args,
         "part": nesting.part,
         "granularity": nesting.label(chosen),
         "widths": {
             layer.name: layer.widths[index]
             for layer, index in zip(nesting.layers, chosen, strict=True)
         },
-        "timm_alone_loads_it": uniform or set(chosen) == {len(nesting.fractions) - 1},
+        "timm_alone_loads_it": alone,
         "parent_sha256": fingerprint(model),
     }
-    small = extract(model, chosen)
     save_file(
         {k: v.contiguous() for k, v in small.state_dict().items()}, folder / "model.safetensors"
     )
@@ -105,18 +107,26 @@ def load(folder: str | Path) -> nn.Module:
     if not manifest["timm_alone_loads_it"]:
         model = _narrow(model, manifest["part"], manifest["widths"])
     try:
-        model.load_state_dict(load_file(folder / "model.safetensors"))
+        model.load_state_dict(read_file(folder / "model.safetensors"))
     except RuntimeError as error:
         raise ValueError(f"the weights in {folder} do not fit its manifest: {error}") from error
     return model
 
 
+def shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Of everything in its state_dict."""
+    return {name: value.shape for name, value in model.state_dict().items()}
+
+
+def full_width(layer: Any) -> int:
+    """Heads of an attention, hidden neurons of a feed-forward layer."""
+    return layer.num_heads if isinstance(layer, Attention) else layer.fc2.in_features
+
+
 def _narrow(model: nn.Module, part: str, widths: dict[str, int]) -> nn.Module:
     """Give the named layers their widths; the weights are about to be replaced."""
-    layers = dict(model.named_modules())
-    module: Any = layers[next(iter(widths))]
-    full = module.num_heads if isinstance(module, Attention) else module.fc2.in_features
-    fractions = sorted({width / full for width in widths.values()} | {1.0})
+    layers: dict[str, Any] = dict(model.named_modules())
+    fractions = sorted({width / full_width(layers[name]) for name, width in widths.items()} | {1.0})
     nest(model, fractions, part)  # type: ignore[arg-type]
     chosen = [layer.widths.index(widths[layer.name]) for layer in nesting_of(model).layers]
     set_granularity(model, chosen)

@@ -183,7 +183,7 @@ class MatViT(L.LightningModule):
             set_granularity(self.model, len(self.settings.fractions) - 1)
 
     def on_validation_epoch_end(self) -> None:
-        """Report `val/accuracy_XL`, `val/loss_XL`, … (`val/accuracy` for a plain model)."""
+        """Report `val/accuracy_XL`, `val/loss_XL`, …, and `val/accuracy`, the largest one's."""
         self._report("val")
 
     def on_test_epoch_end(self) -> None:
@@ -192,8 +192,10 @@ class MatViT(L.LightningModule):
 
     def _report(self, stage: str) -> None:
         assert self.metrics is not None
-        for label, values in self.metrics.compute().items():
+        for place, (label, values) in enumerate(self.metrics.compute().items()):
             suffix = "" if label == "all" else f"_{label}"
+            if suffix and place == 0:  # the same name for any granularities, to be monitored
+                self.log(f"{stage}/accuracy", values["accuracy"])
             for name, value in values.items():
                 shown = name == "accuracy" and "*" not in label
                 self.log(f"{stage}/{name}{suffix}", value, prog_bar=shown)

@@ -200,7 +200,10 @@ def nesting_of(model: nn.Module) -> Nesting:
     """
     nesting = getattr(model, "nesting", None)
     if nesting is None:
-        raise ValueError(f"{type(model).__name__} is not nested: call nest(model) first")
+        raise ValueError(
+            f"{type(model).__name__} is not nested: call nest(model) first (in YAML: set "
+            "model.fractions, or leave GranularitySampling out of trainer.callbacks)"
+        )
     return nesting
 
 

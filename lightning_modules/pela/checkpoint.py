@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import timm
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lightning_modules.pela.factorize import factorize, plan_of
-from lightning_modules.weights import LoadReport, load_weights, read_state_dict
+from lightning_modules.weights import LoadReport, load_weights, read_file, read_state_dict
 
 FORMAT = 1
 
@@ -89,7 +89,7 @@ def load(folder: str | Path, model: nn.Module | None = None) -> nn.Module:
         model = timm.create_model(plan["architecture"], **arguments)
     factorize(model, ranks=plan["ranks"], method="empty")
     try:
-        model.load_state_dict(load_file(weights))
+        model.load_state_dict(read_file(weights))
     except RuntimeError as error:
         raise ValueError(f"the weights in {folder} do not fit its plan: {error}") from error
     return model

@@ -30,7 +30,8 @@ from lightning_modules.self_distillation.masked_text import (
     mask_tokens,
     token_loss,
 )
-from lightning_modules.self_distillation.module import IGNORED, Stage, load_completely
+from lightning_modules.self_distillation.module import IGNORED, NO_MASKED_MODEL, Stage
+from lightning_modules.weights import load_completely
 
 Distil = Literal["hidden", "predictions", "l2", "mars"]
 
@@ -354,7 +355,8 @@ class TextAdaptation(Adaptation):
     def load(self, model: Any, source: str) -> None:
         """Encoder, and head unless it is to be new."""
         new = self.settings.train == "decoder"
-        load_completely(model, source, f"{model.base_model_prefix}." if new else "")
+        required = f"{model.base_model_prefix}." if new else ""
+        load_completely(model, source, NO_MASKED_MODEL, required)
 
     def encoder_of(self, model: Any) -> nn.Module:
         """The model below its head. The head shares the word embeddings, which are in here."""

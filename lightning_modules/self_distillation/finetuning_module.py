@@ -14,10 +14,11 @@ from lightning_modules.backbones import build_text, build_vision
 from lightning_modules.optim import training_steps
 from lightning_modules.self_distillation.mae_checkpoint import load_encoder
 from lightning_modules.self_distillation.mars import mars_project, mars_start
-from lightning_modules.self_distillation.module import IGNORED, Stage, laid_out, load_completely
+from lightning_modules.self_distillation.module import IGNORED, NO_MASKED_MODEL, Stage, laid_out
 from lightning_modules.self_distillation.r3f import r3f
 from lightning_modules.self_distillation.recadam import RecAdam, require_convergence
 from lightning_modules.self_distillation.supcon import contrastive_loss
+from lightning_modules.weights import load_completely
 
 Method = Literal["plain", "recadam", "mars", "r3f", "supcon"]
 
@@ -287,7 +288,7 @@ class TextFinetuning(Finetuning):
 
     def load(self, model: Any, source: str) -> None:
         """The encoder of a masked language model."""
-        load_completely(model, source, f"{model.base_model_prefix}.")
+        load_completely(model, source, NO_MASKED_MODEL, f"{model.base_model_prefix}.")
 
     @property
     def heads(self) -> list[str]:

@@ -17,9 +17,13 @@ from lightning_modules.optim import (
     with_schedule,
 )
 from lightning_modules.self_distillation.tracking import distance, fingerprint
-from lightning_modules.weights import load_weights, refuse_another_model
+from lightning_modules.weights import refuse_another_model
 
 IGNORED = -100  # label of a sample that only fills up the last evaluation round
+NO_MASKED_MODEL = (
+    "give a checkpoint of masked language modelling with this architecture, or fit a new head to "
+    "it first with model.train decoder"
+)
 
 
 class Stage(L.LightningModule):
@@ -147,27 +151,6 @@ class Stage(L.LightningModule):
         refuse_another_model(checkpoint, self.hparams, self.identity)
         if self.start != checkpoint["start"]:
             self.start, self.origin = checkpoint["start"], {}
-
-
-def load_completely(model: nn.Module, source: str, prefix: str) -> None:
-    """`load_weights`, of which nothing below the prefix may be missing but a pooler.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if weights are missing or have other shapes.
-    """
-    report = load_weights(model, source)
-    lacking = [
-        name
-        for name in report.missing + report.reshaped
-        if name.startswith(prefix) and ".pooler." not in name
-    ]
-    if lacking:
-        raise ValueError(
-            f"{source} does not fit {type(model).__name__}: {', '.join(lacking[:4])}; give a "
-            "checkpoint of masked language modelling with this architecture, or fit a new head to "
-            "it first with model.train decoder"
-        )
 
 
 def laid_out(tensor: Tensor, like: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lightning_modules.vera.layer import VeraLayer, shape_of
@@ -26,6 +26,7 @@ from lightning_modules.vera.vera import (
     vectors_of,
     vera_of,
 )
+from lightning_modules.weights import read_file
 
 FORMAT = 1
 MANIFEST, TENSORS = "manifest.json", "adapter.safetensors"
@@ -161,7 +162,7 @@ def read_adapter(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]
     expected = {*Vera.__dataclass_fields__, "torch", "projections_sha256", "base_sha256"}
     if missing := expected - manifest.keys():
         raise ValueError(f"{file} lacks {', '.join(sorted(missing))}: save the adapter again")
-    tensors = load_file(folder / TENSORS)
+    tensors = read_file(folder / TENSORS)
     sizes = {
         "b": (sum(block for block, _ in manifest["layers"].values()),),
         "d": (len(manifest["layers"]), manifest["rank"]),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -26,6 +26,7 @@ from lightning_modules.vera.vera import (
     vectors_of,
     vera_of,
 )
+from lightning_modules.weights import read_file
 
 PREFIX = "base_model.model."
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -167,7 +168,7 @@ def from_peft(model: nn.Module, folder: str | Path) -> nn.Module:
             f"{folder / CONFIG} is of type {config.get('peft_type')} with bias "
             f"{config.get('bias')!r}: expected VERA with bias 'none'"
         )
-    tensors = {n.removeprefix(PREFIX): t for n, t in load_file(folder / TENSORS).items()}
+    tensors = {n.removeprefix(PREFIX): t for n, t in read_file(folder / TENSORS).items()}
     given = tensors.pop("base_model.vera_A", None), tensors.pop("base_model.vera_B", None)
     ends = (".vera_lambda_b", ".vera_lambda_d")
     names = {n.removesuffix(end) for n in tensors for end in ends if n.endswith(end)}

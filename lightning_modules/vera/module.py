@@ -25,9 +25,10 @@ from lightning_modules.optim import (
 )
 from lightning_modules.tuning import Tuning, trainable, tune
 from lightning_modules.vera.vera import Init, add_vera, in_heads
-from lightning_modules.weights import load_weights, refuse_another_model
+from lightning_modules.weights import load_completely, load_weights, refuse_another_model
 
 IGNORED = -100  # label of what only pads
+NOT_MERGED = "give weights of this architecture; merge those of a run with adapters first"
 
 
 class FineTuning(L.LightningModule):
@@ -138,7 +139,10 @@ class FineTuning(L.LightningModule):
         h = self.settings
         self.model = self.build()
         if self.init_from is not None:
-            load_weights(self.model, self.init_from)
+            if self.pretrained:
+                load_weights(self.model, self.init_from)
+            else:
+                load_completely(self.model, self.init_from, NOT_MERGED, optional=self.heads)
         targets = self.default_targets() if h.targets is None else h.targets
         if h.method == "vera":
             add_vera(
@@ -254,7 +258,9 @@ class TextTuning(FineTuning):
         """A transformers model for sequence classification."""
         h = self.settings
         arguments = {**(h.model_args or {}), "num_labels": h.num_classes}
-        return build_text(h.architecture, "classification", arguments, self.pretrained)
+        model = build_text(h.architecture, "classification", arguments, self.pretrained)
+        match_tokenizer(model, self._trainer)
+        return model
 
     def default_targets(self) -> list[str]:
         """Queries and values (Section 4.1)."""
@@ -279,8 +285,7 @@ class TextTuning(FineTuning):
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Logits (B, C), or scores (B,) of a regressor."""
         assert self.model is not None
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
-        logits = self.model(**inputs).logits
+        logits = self.model(**text_inputs(batch, self.model)).logits
         return logits.squeeze(-1) if self.settings.num_classes == 1 else logits
 
 
@@ -361,6 +366,7 @@ class LanguageTuning(FineTuning):
         model: Any = build_text(
             h.architecture, "causal", h.model_args or {}, self.pretrained, h.quantize
         )
+        match_tokenizer(model, self._trainer)
         if h.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
@@ -386,8 +392,7 @@ class LanguageTuning(FineTuning):
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Logits (B, L, V)."""
         assert self.model is not None
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
-        return self.model(**inputs, use_cache=False).logits
+        return self.model(**text_inputs(batch, self.model), use_cache=False).logits
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep only what trains of a quantised model.
@@ -415,6 +420,41 @@ class LanguageTuning(FineTuning):
     def _trained(self) -> set[str]:
         assert self.model is not None
         return {f"model.{name}" for name in trainable(self.model)}
+
+
+def match_tokenizer(model: Any, trainer: Any) -> None:
+    """See to it that a model and the DataModule's tokenizer fit, if there is one.
+
+    A model that knows no padding token (GPT-2, as a classifier) takes the tokenizer's.
+
+    Raises:
+        ValueError: if the tokenizer has tokens that the model has no embedding of.
+    """
+    data = getattr(trainer, "datamodule", None)
+    tokens, config = getattr(data, "vocab_size", 0), model.config
+    if tokens > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokens} tokens and the model embeds {config.vocab_size}: set "
+            "data.tokenizer to the model's own, or vocab_size in model.model_args and data alike"
+        )
+    if config.pad_token_id is None:
+        config.pad_token_id = getattr(data, "pad_token_id", None)
+
+
+def text_inputs(batch: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
+    """What a transformers model takes of a batch.
+
+    Raises:
+        ValueError: if a text is longer than the model has positions for.
+    """
+    length = batch["input_ids"].shape[1]
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is not None and length > longest:
+        raise ValueError(
+            f"a text has {length} tokens and the model {longest} positions: set data.max_length to "
+            f"{longest} or less"
+        )
+    return {name: value for name, value in batch.items() if name != "labels"}
 
 
 def loss_of(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:

@@ -18,6 +18,7 @@ from matplotlib import pyplot as plt
 from torch.utils.data import Subset
 
 from datamodules.loading import build_loader
+from lightning_modules.backbones import build_vision
 from lightning_modules.matformer import arrange
 from lightning_modules.matformer.mix_and_match import Order
 from lightning_modules.matformer.nest import GRANULARITIES, nesting_of
@@ -118,9 +119,18 @@ def independent(config: Any, fraction: float) -> dict[str, Any]:
         "model.init_args.warmup_steps": model.warmup_steps // count,
         "model.init_args.model_args": {
             **model_args,
-            "mlp_ratio": model_args.get("mlp_ratio", 4.0) * fraction,
+            "mlp_ratio": hidden_ratio(model.architecture, model_args) * fraction,
         },
     }
+
+
+def hidden_ratio(architecture: str, model_args: dict[str, Any]) -> float:
+    """Hidden neurons of a feed-forward layer for each of its outputs."""
+    if "mlp_ratio" in model_args:
+        return model_args["mlp_ratio"]
+    parts = build_vision(architecture, 0, model_args).modules()
+    layer: Any = next(part.fc2 for part in parts if hasattr(part, "fc2"))
+    return layer.in_features / layer.out_features
 
 
 def evaluate(

@@ -5,10 +5,12 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lightning_modules.counting import count_macs, count_parameters
 from lightning_modules.pela.downstream.module import Downstream
+from recipes.cli import parse
 from recipes.experiment import Experiment, StageResult, from_command_line
 from recipes.report import markdown_table, mean_sd, show_table, write_report
 
@@ -58,7 +60,14 @@ def compare(task: Task, file: str, description: str, argv: list[str] | None = No
     options, others = own.parse_known_args(argv)
     experiment = from_command_line(f"pela.{task.name}", file, task.name, description, others)
     experiment.command = shlex.join(["python", "-m", f"recipes.pela.{task.name}", *argv])
-    backbones = overrides(options.repaired, options.larger_batch)
+    repaired = None if options.repaired is None else Path(options.repaired)
+    if repaired is not None and not repaired.exists():
+        raise FileNotFoundError(
+            f"--repaired {repaired} is not there: give a checkpoint of PELA's intermediate stage, "
+            "or a folder that lightning_modules.pela.checkpoint wrote"
+        )
+    given = parse(str(experiment.files(task.name)[-1]), experiment.extra)
+    backbones = overrides(repaired, options.larger_batch, given)
     results: list[dict[str, Row]] = []
     for seed in range(experiment.seeds):
         size = experiment.datamodule(task.name, seed).image_size
@@ -71,8 +80,14 @@ def compare(task: Task, file: str, description: str, argv: list[str] | None = No
     return experiment
 
 
-def overrides(repaired: str | None, larger_batch: int | None) -> dict[str, dict[str, Any]]:
-    """What each backbone changes of the stage, which factorises dense weights directly."""
+def overrides(
+    repaired: Path | None, larger_batch: int | None, stage: Any
+) -> dict[str, dict[str, Any]]:
+    """What each backbone changes of the stage, which factorises dense weights directly.
+
+    With the larger batch it makes as many updates as the others, as under the paper's fixed number
+    of iterations.
+    """
     rows: dict[str, dict[str, Any]] = {"dense": {"model.init_args.ratio": None}, "direct": {}}
     if repaired is not None:
         rows["repaired"] = {
@@ -83,6 +98,10 @@ def overrides(repaired: str | None, larger_batch: int | None) -> dict[str, dict[
     if larger_batch is not None:
         last = rows["repaired" if repaired else "direct"]
         rows["larger_batch"] = last | {"data.init_args.batch_size": larger_batch}
+        if (epochs := stage.trainer.max_epochs or 0) > 0:
+            longer = round(epochs * larger_batch / stage.data.init_args.batch_size)
+            for length in ("trainer.max_epochs", "trainer.check_val_every_n_epoch"):
+                rows["larger_batch"][length] = longer
     return rows
 
 

@@ -9,7 +9,7 @@ from pycocotools import mask
 from pycocotools.coco import COCO
 
 from datamodules import DetectionData
-from datamodules.detection import NUMBERS, read_coco, write_coco
+from datamodules.detection import NUMBERS, area_of, read_coco, write_coco
 from datamodules.scenes import SHAPES
 
 
@@ -131,3 +131,8 @@ def test_what_is_wrong_is_named(folder, tmp_path):
         read_coco(copy, "val2017")
     with pytest.raises(ValueError, match="source is 'web'"):
         DetectionData(source="web")
+
+
+def test_annotations_may_leave_the_area_out(folder, tmp_path):
+    assert area_of({"bbox": [3, 4, 5, 6]}) == 30
+    assert area_of({"bbox": [3, 4, 5, 6], "area": 7.5}) == 7.5

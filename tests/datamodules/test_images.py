@@ -67,6 +67,15 @@ def test_every_mode_becomes_rgb(mode, ending, tmp_path):
     assert image.getpixel((0, 0)) == (255, 255, 255)
 
 
+def test_sixteen_bits_keep_their_contrast(tmp_path):
+    pixels = np.array([[0, 256], [32768, 65535]], np.uint16)
+    Image.fromarray(pixels).save(tmp_path / "deep.png")
+    assert np.asarray(read_image(tmp_path / "deep.png"))[..., 0].tolist() == [[0, 1], [128, 255]]
+    Image.fromarray(pixels.astype(np.float32)).save(tmp_path / "deep.tiff")
+    with pytest.raises(OSError, match=r"deep.tiff cannot be read .*\(its mode F says nothing"):
+        read_image(tmp_path / "deep.tiff")
+
+
 def test_a_broken_file_is_named(folders):
     for path in (folders / "train/a").glob("*.JPEG"):
         path.write_bytes(path.read_bytes()[:200])

@@ -120,3 +120,6 @@ def test_what_is_wrong_is_named(folder, tmp_path):
     (broken / "objectInfo150.txt").write_text("Idx\tName\n1\twall\n3\tsky\n")
     with pytest.raises(ValueError, match="line 3: the class's number is '3', expected 2"):
         read_classes(broken / "objectInfo150.txt")
+    (broken / "objectInfo150.txt").write_text("Idx\tName\n1\twall\n\n")
+    with pytest.raises(ValueError, match="line 3: the class's number is '', expected 2 and, after"):
+        read_classes(broken / "objectInfo150.txt")

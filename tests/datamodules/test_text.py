@@ -102,6 +102,20 @@ def test_batches_are_padded_to_their_longest_and_cut(tmp_path: Path) -> None:
     assert batch["labels"].tolist() == [0, 1]
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "sentence,label\na,yes\nb,yes\n", "'label' has 1 different labels, expected two"),
+        ("a.csv", "sentence,label\na,yes\nb,\n", "a.csv, line 3: there is no label: fill it in"),
+        ("a.jsonl", '{"sentence": "a", "label": null}\n', "a.jsonl, line 1: there is no label"),
+    ],
+)
+def test_labels_that_say_nothing(tmp_path: Path, name: str, content: str, message: str) -> None:
+    data = TextData(write(tmp_path, name, content))
+    with pytest.raises(ValueError, match=message):
+        data.num_classes  # noqa: B018
+
+
 def test_a_label_that_only_the_test_part_has(tmp_path: Path) -> None:
     train = write(tmp_path, "a.csv", "sentence,label\na,x\nb,y\n")
     test = write(tmp_path, "t.csv", "sentence,label\na,x\nb,z\n")

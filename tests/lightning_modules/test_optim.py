@@ -1,11 +1,13 @@
 """Which parameters decay, and what the schedules do."""
 
+from types import SimpleNamespace
+
 import pytest
 import timm
 import torch
 from torch import nn
 
-from lightning_modules.optim import build_optimizer, parameter_groups, with_schedule
+from lightning_modules.optim import build_optimizer, parameter_groups, training_steps, with_schedule
 
 TINY = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
 
@@ -85,3 +87,13 @@ def test_schedules_warm_up_and_end_with_the_run(schedule, expected):
         built["lr_scheduler"]["scheduler"].step()
     assert rates == pytest.approx(expected)
     assert built["lr_scheduler"]["interval"] == "step"
+
+
+def test_a_schedule_needs_an_end():
+    trainer = SimpleNamespace(
+        estimated_stepping_batches=float("inf"), max_epochs=-1, max_steps=-1, fit_loop=None
+    )
+    with pytest.raises(
+        ValueError, match="max_epochs is -1 and max_steps -1, .* set trainer.max_st"
+    ):
+        training_steps(trainer)

@@ -4,8 +4,9 @@ import pytest
 import timm
 import torch
 from timm.models.vision_transformer import checkpoint_filter_fn
+from torch import nn
 
-from lightning_modules.weights import load_weights
+from lightning_modules.weights import load_completely, load_weights, read_state_dict
 
 SMALL = {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2, "num_classes": 3}
 
@@ -36,3 +37,49 @@ def test_position_embeddings_of_another_width_stay_as_they_were(tmp_path):
     assert report.loaded == ["head.bias"] and not report.resampled
     assert any(name.startswith("pos_embed") for name in report.reshaped)
     assert torch.equal(model.pos_embed, before)
+
+
+class Tied(nn.Module):
+    """An output layer that shares the embedding's weight, as language models have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_what_is_tied_is_not_missing(tmp_path):
+    source, model = Tied(), Tied()
+    torch.save({"embedding.weight": source.embedding.weight.data}, tmp_path / "weights.pt")
+    assert load_weights(model, tmp_path / "weights.pt").missing == []
+    assert torch.equal(model.head.weight, source.embedding.weight)
+
+
+def test_what_must_be_complete(tmp_path):
+    model = vit(8)
+    state = {n: v for n, v in vit(8).state_dict().items() if not n.startswith("blocks.0.attn")}
+    torch.save(state, tmp_path / "weights.pt")
+    with pytest.raises(
+        ValueError, match="not fit VisionTransformer: blocks.0.attn.proj.bias, .*; x"
+    ):
+        load_completely(model, tmp_path / "weights.pt", "x")
+    load_completely(model, tmp_path / "weights.pt", "x", optional=["blocks.0.attn"])
+    load_completely(model, tmp_path / "weights.pt", "x", required="norm.")
+
+
+def test_files_that_are_no_weights(tmp_path):
+    whole = tmp_path / "whole.pt"
+    torch.save(vit(8).state_dict(), whole)
+    files = {
+        "text.ckpt": b"epoch 3: accuracy 0.7\n",
+        "empty.pt": b"",
+        "cut.ckpt": whole.read_bytes()[:-200],
+        "text.safetensors": b"no tensors",
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"{name} cannot be read as weights .*write it again"):
+            read_state_dict(tmp_path / name)
+    torch.save(vit(8), tmp_path / "module.pt")  # pickled code
+    with pytest.raises(ValueError, match="nothing but plain types"):
+        read_state_dict(tmp_path / "module.pt")

@@ -64,7 +64,8 @@ def test_validate_scores_a_checkpoint_as_fit_did(fitted):
     folder, cli = fitted
     scored = run("validate", folder, f"--ckpt_path={folder / 'last.ckpt'}").trainer.callback_metrics
     expected = {k: v for k, v in cli.trainer.callback_metrics.items() if k.startswith("val/")}
-    assert scored == expected and len(scored) == 16
+    assert scored == expected and len(scored) == 17
+    assert scored["val/accuracy"] == scored["val/accuracy_XL"]
     tested = run("test", folder, f"--ckpt_path={folder / 'last.ckpt'}").trainer.callback_metrics
     assert tested == {k.replace("val/", "test/"): v for k, v in expected.items()}
 
@@ -76,6 +77,18 @@ def test_predict_gives_the_logits_of_the_largest(fitted):
     labels = torch.tensor([label for _, label in cli.datamodule.val_set.items])
     accuracy = (logits.argmax(-1) == labels).float().mean()
     torch.testing.assert_close(accuracy, cli.trainer.callback_metrics["val/accuracy_XL"])
+
+
+def test_the_last_checkpoint_is_the_last_one_when_the_best_is_kept_too(tmp_path):
+    run(
+        *("fit", tmp_path, "--trainer.max_epochs=3", "--model.init_args.lr=0"),
+        *("--checkpoint.monitor=val/accuracy", "--checkpoint.mode=max"),
+    )
+    steps = {
+        file.name: torch.load(file, weights_only=True)["global_step"]
+        for file in tmp_path.glob("*.ckpt")
+    }
+    assert steps == {"last.ckpt": 6, "epoch=0-step=2.ckpt": 2}
 
 
 def test_on_resume_the_yaml_has_the_last_word(fitted, tmp_path):
@@ -147,9 +160,10 @@ def test_print_config_prints_what_would_run(capsys):
     assert shown["checkpoint"]["save_last"] is True
 
 
-def test_a_preset_brings_its_stage(capsys):
+@pytest.mark.parametrize("given", [["-c", TINY], [f"--config={TINY}"], [f"-c={TINY}"]])
+def test_a_preset_brings_its_stage(given, capsys):
     with pytest.raises(SystemExit):
-        main(["fit", "-c", TINY, "--print_config"])
+        main(["fit", *given, "--print_config"])
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["trainer"]["callbacks"][0]["class_path"].endswith("GranularitySampling")
     assert printed["data"]["class_path"].endswith("DigitsData")

@@ -1,10 +1,14 @@
 """Stages: skipped when finished, continued when killed, made anew when their settings change."""
 
 import json
+import sys
 from types import SimpleNamespace
 
+import lightning as L
 import pytest
+import timm
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from recipes import experiment as module
 from recipes.cli import console
@@ -29,7 +33,11 @@ class Trainings:
         (log / "metrics.csv").write_text(f"loss\n{len(self.calls)}\n")
         if self.fails:
             raise RuntimeError("killed")
-        return SimpleNamespace(trainer=SimpleNamespace(interrupted=self.interrupted))
+        try:
+            if self.interrupted:
+                raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            sys.exit(1)  # as Lightning does
 
 
 @pytest.fixture
@@ -90,6 +98,25 @@ def test_changed_settings_begin_anew(experiment, trainings):
     assert not any(a.startswith("--ckpt_path") for call in trainings.calls for a in call)
 
 
+def test_on_what_it_runs_does_not_make_a_stage_another(experiment, trainings):
+    experiment.stage("a", "stage")
+    experiment.extra = ["--data.num_workers", "8", "--trainer.accelerator=gpu"]
+    experiment.stage("a", "stage")
+    assert len(trainings.calls) == 1
+    experiment.extra += ["--model.lr", "8"]
+    experiment.stage("a", "stage")
+    assert len(trainings.calls) == 2
+    assert (experiment.out / "seed0" / "a.old" / "checkpoints" / "last.ckpt").is_file()
+
+
+def test_weights_in_a_folder_that_change_begin_anew(experiment, trainings, tmp_path):
+    (tmp_path / "model.safetensors").write_text("weights")
+    for time in (1, 1, 2):
+        module.os.utime(tmp_path / "model.safetensors", ns=(time, time))
+        experiment.stage("b", "stage", overrides={"model.init_args.init_from": tmp_path})
+    assert len(trainings.calls) == 2
+
+
 def test_new_weights_to_start_from_begin_anew(experiment, trainings, tmp_path):
     source = experiment.stage("a", "stage").checkpoint
     start = {"model.init_args.init_from": source}
@@ -118,12 +145,21 @@ def test_what_the_experiment_computes_wins_over_the_users_arguments(experiment, 
 
 
 def test_several_devices_train_in_a_process_of_their_own(experiment, trainings, monkeypatch):
-    commands = []
-    monkeypatch.setattr(module.subprocess, "run", lambda args, check: commands.append(args))
+    commands, code = [], 0
+
+    def run(args):
+        commands.append(args)
+        return SimpleNamespace(returncode=code)
+
+    monkeypatch.setattr(module.subprocess, "run", run)
     experiment.extra = ["--trainer.devices", "2"]
     experiment.stage("a", "stage")
     assert not trainings.calls
     assert commands[0][1:4] == ["-m", "recipes", "fit"]
+    code = 2
+    with pytest.raises(SystemExit, match="2"):
+        experiment.stage("b", "stage")
+    assert not json.loads((experiment.out / "seed0" / "b" / "stage.json").read_text())["finished"]
 
 
 def test_a_history_goes_through_all_sittings(tmp_path):
@@ -167,6 +203,52 @@ def test_bad_input_is_one_line_on_the_console(capsys, monkeypatch):
     monkeypatch.setenv("RECIPES_TRACEBACK", "1")
     with pytest.raises(FileNotFoundError):
         console(fail)
+
+
+class Broken(Dataset):
+    """Its one image is none."""
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        raise OSError("a.png cannot be read: replace or remove it.")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda: L.Trainer(accelerator="cuda", logger=False), "CUDAAccelerator` can not run on"),
+        (
+            lambda: timm.create_model("vit_tiny_patch16_224")(torch.zeros(1, 3, 160, 160)),
+            "Input height (160) doesn't match model (224). Set data.image_size to the model's, or",
+        ),
+        (
+            lambda: next(iter(DataLoader(Broken(), num_workers=1))),
+            "error: a.png cannot be read: replace or remove it.\n(RECIPES",
+        ),
+    ],
+)
+def test_what_others_raise_is_said_as_briefly(wrong, said, capsys, monkeypatch):
+    monkeypatch.delenv("RECIPES_TRACEBACK", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit) as stop:
+        console(wrong)
+    shown = capsys.readouterr().err
+    assert stop.value.code == 2 and said in shown and "Traceback (" not in shown
+
+
+def test_ctrl_c_says_how_to_go_on(monkeypatch):
+    def interrupted(how):
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise how from None
+
+    with pytest.raises(SystemExit, match="the same command continues"):
+        console(lambda: interrupted(KeyboardInterrupt()))
+    with pytest.raises(SystemExit, match="the same command with --ckpt_path …/last.ckpt continues"):
+        console(lambda: interrupted(SystemExit(1)))  # a stage by itself
 
 
 def test_record_says_what_a_stage_was_made_from(experiment, trainings):

@@ -6,16 +6,18 @@ import json
 import pytest
 from PIL import Image
 
-from recipes.matformer import finetune_grid, heads, probabilities, retrieval
+from recipes.matformer import finetune_grid, heads, matvit, probabilities, retrieval
 
 SIZES = {"S", "M", "L", "XL"}
 PLOTS = {
+    "matvit": "accuracy.png",
     "retrieval": "retrieval.png",
     "finetune_grid": "finetune_grid.png",
     "probabilities": "probabilities.png",
     "heads": "accuracy.png",
 }
 ROWS = {
+    "matvit": {*matvit.NESTED, "independent"},
     "retrieval": set(retrieval.FAMILIES),
     "finetune_grid": set(finetune_grid.TABLE_7),
     "probabilities": {probabilities.name(row) for row in probabilities.TABLE_6},

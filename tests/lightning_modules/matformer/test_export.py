@@ -79,3 +79,29 @@ def test_bad_folders(tmp_path):
     (folder / "manifest.json").write_text(json.dumps({"format": 99}))
     with pytest.raises(ValueError, match="has format 99, expected 1"):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "granularity"),
+    [
+        ("eva02_tiny_patch14_224", {"depth": 2}, "M"),  # SwiGLU, 8/3 of the width
+        ("vit_so400m_patch14_siglip_224", {"embed_dim": 60, "depth": 2, "num_heads": 4}, "L"),
+        (
+            "swin_tiny_patch4_window7_224",
+            {"embed_dim": 24, "depths": (1, 1, 2, 1)},
+            [0, 3, 1, 2, 3],
+        ),
+    ],
+)
+def test_whatever_the_family_has_for_hidden_neurons(tmp_path, architecture, changes, granularity):
+    torch.manual_seed(0)
+    arguments = {"num_classes": 5, **changes}
+    model = nest(timm.create_model(architecture, **arguments)).eval()
+    folder = save(model, granularity, tmp_path, architecture, arguments)
+    set_granularity(model, granularity)
+    images = torch.randn(1, 3, 224, 224)
+    torch.testing.assert_close(load(folder).eval()(images), model(images), rtol=1e-5, atol=1e-5)
+    if json.loads((folder / "manifest.json").read_text())["timm_alone_loads_it"]:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        alone = timm.create_model(manifest["architecture"], **manifest["model_args"])
+        alone.load_state_dict(load_file(folder / "model.safetensors"))

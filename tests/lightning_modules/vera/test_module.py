@@ -2,10 +2,12 @@
 
 import math
 
+import lightning as L
 import pytest
 import torch
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+from torch.utils.data import DataLoader
 
 from lightning_modules.vera import ImageTuning, LanguageTuning, TextTuning
 from lightning_modules.vera.module import IGNORED, classification_scores, loss_of
@@ -198,3 +200,45 @@ def test_the_checkpoint_of_another_model_is_refused(change, message):
     module.on_load_checkpoint({"hyper_parameters": dict(module.hparams)})
     with pytest.raises(ValueError, match=message):
         module.on_load_checkpoint({"hyper_parameters": saved})
+
+
+def test_what_adapters_were_added_to_is_not_random_afterwards(tmp_path):
+    lora = text(method="lora")
+    torch.save({"state_dict": lora.state_dict()}, tmp_path / "lora.ckpt")
+    with pytest.raises(
+        ValueError, match="query.weight, .*merge those of a run with adapters first"
+    ):
+        text(init_from=str(tmp_path / "lora.ckpt"))
+    plain = text(method="full")
+    state = {n: v for n, v in plain.state_dict().items() if "classifier" not in n}
+    torch.save({"state_dict": state}, tmp_path / "plain.ckpt")  # the head may be new
+    text(init_from=str(tmp_path / "plain.ckpt"))
+
+
+class Tokens(L.LightningDataModule):
+    """What a model is told of the tokenizer, and one batch."""
+
+    def __init__(self, vocab_size, length=4):
+        super().__init__()
+        self.vocab_size, self.pad_token_id, self.length = vocab_size, 0, length
+
+    def predict_dataloader(self):
+        ids = torch.ones(2, self.length, dtype=torch.int64)
+        return DataLoader([{"input_ids": ids, "attention_mask": ids}], batch_size=None)
+
+
+def predict(module, data):
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    return trainer.predict(module, data)
+
+
+def test_model_and_tokenizer_have_to_fit():
+    module, known = TextTuning(2, "bert", model_args=BERT, rank=4), BERT["vocab_size"]
+    with pytest.raises(ValueError, match=f"has {known + 1} tokens and the model embeds {known}: "):
+        predict(module, Tokens(known + 1))
+    with pytest.raises(
+        ValueError, match="a text has 17 tokens and the model 16 positions: set dat"
+    ):
+        predict(module, Tokens(known, 17))
+    [logits] = predict(TextTuning(2, "gpt2", model_args=GPT2, rank=2), Tokens(50))
+    assert logits.shape == (2, 2)  # transformers wants a padding token for that
