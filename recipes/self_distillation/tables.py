@@ -313,7 +313,7 @@ class Report:
         left.set(
             xlabel="rounds of self-distillation (0: further pre-training)",
             ylabel="‖θ_init − θ‖₂",
-            xticks=range(len(ROUNDS)),
+            xticks=[ROUNDS.index(row) for row in rounds],
         )
         right.set_yticks(range(len(self.rows)), [NAMES.get(row, row) for row in self.rows])
         right.invert_yaxis()
