@@ -207,36 +207,33 @@ class TextData(SentenceData):
         self.files = {"train": train, "val": val, "test": test}
         self.text, self.pair, self.label = text, pair, label
         self.regress, self.val_fraction = regress, val_fraction
-        self._names: list[str] = []
 
     @property
     def num_classes(self) -> int:
-        return 1 if self.regress else len(self.class_names)
+        return 1 if self.regress else len(self._classes)
 
     @property
     def class_names(self) -> list[str]:
         """The labels as the training file writes them, by class; none for regression."""
-        if not self._names and not self.regress:
-            found = set()
-            for line, row in self._rows("train", labelled=True):
-                if not row[self.label]:
-                    raise ValueError(
-                        f"{self.files['train']}, line {line}: there is no {self.label}: fill it "
-                        "in, or remove the line."
-                    )
-                found.add(row[self.label])
-            if len(found) < 2:
-                raise ValueError(
-                    f"{self.files['train']}: the column {self.label!r} has {len(found)} different "
-                    "labels, expected two or more: name the right column in data.label, or set "
-                    "data.regress to predict numbers."
-                )
-            self._names = sorted(found, key=_natural(found))
-        return self._names
+        return [] if self.regress else list(self._classes)
 
     @functools.cached_property
     def _classes(self) -> dict[str, int]:
-        return {name: number for number, name in enumerate(self.class_names)}
+        found = set()
+        for line, row in self._rows("train", labelled=True):
+            if not row[self.label]:
+                raise ValueError(
+                    f"{self.files['train']}, line {line}: there is no {self.label}: fill it in, or "
+                    "remove the line."
+                )
+            found.add(row[self.label])
+        if len(found) < 2:
+            raise ValueError(
+                f"{self.files['train']}: the column {self.label!r} has {len(found)} different "
+                "labels, expected two or more: name the right column in data.label, or set "
+                "data.regress to predict numbers."
+            )
+        return {name: number for number, name in enumerate(sorted(found, key=_natural(found)))}
 
     def load(self, part: str) -> list[Example]:
         if part == "predict" or (part == "test" and self.files["test"] is None):

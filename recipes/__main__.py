@@ -3,4 +3,4 @@
 from recipes.cli import console, main
 
 if __name__ == "__main__":
-    console(main)
+    console(main, "the same command with --ckpt_path …/last.ckpt continues")

@@ -133,22 +133,24 @@ def main(args: list[str] | None = None) -> RecipeCLI:
             given.append(argument)
     torch.set_float32_matmul_precision("high")
     logging.getLogger("lightning_modules").setLevel(logging.INFO)
-    return RecipeCLI(given)
+    try:
+        return RecipeCLI(given)
+    except SystemExit as stop:
+        if isinstance(stop.__context__, KeyboardInterrupt):  # what Lightning makes of it
+            raise KeyboardInterrupt from None
+        raise
 
 
-def console(run: Callable[[], Any]) -> None:
+def console(run: Callable[[], Any], resume: str = "the same command continues") -> None:
     """Run a command; say what is wrong with its input in one line instead of a traceback.
 
+    `resume` is said after Ctrl-C.
     The environment variable RECIPES_TRACEBACK=1 brings the traceback back.
     """
     try:
         run()
     except KeyboardInterrupt:
-        sys.exit("interrupted: the same command continues")
-    except SystemExit as stop:
-        if isinstance(stop.__context__, KeyboardInterrupt):  # what Lightning makes of it
-            sys.exit("interrupted: the same command with --ckpt_path …/last.ckpt continues")
-        raise
+        sys.exit(f"interrupted: {resume}")
     except (ValueError, OSError, MisconfigurationException, AssertionError) as error:
         reason = str(error)
         foreign = isinstance(error, AssertionError)

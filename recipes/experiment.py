@@ -32,9 +32,10 @@ from recipes.cli import parse
 console = Console()
 
 
+SEVERAL = ("--trainer.devices", "--trainer.num_nodes", "--trainer.strategy")
 PASSING = (
-    "--trainer.accelerator", "--trainer.devices", "--trainer.num_nodes", "--trainer.strategy",
-    "--trainer.enable_", "--trainer.log_every", "--trainer.use_distributed_sampler",
+    *SEVERAL, "--trainer.accelerator", "--trainer.use_distributed_sampler",
+    "--trainer.enable_", "--trainer.log_every",
     "--data.num_workers", "--data.init_args.num_workers",
 )  # fmt: skip
 
@@ -177,20 +178,14 @@ class Experiment:
         Lightning's launcher runs the whole command again on every rank, which has to be the
         stage and not the experiment.
         """
-        several = ("--trainer.devices", "--trainer.num_nodes", "--trainer.strategy")
-        if any(argument.startswith(several) for argument in self.extra):
+        if any(argument.startswith(SEVERAL) for argument in self.extra):
             if code := subprocess.run([sys.executable, "-m", "recipes", *args]).returncode:
                 sys.exit(code)  # it has said why
             return
         # the stage's own line says enough; advice and device lists would bury it
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
         logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-        try:
-            run_stage(args)
-        except SystemExit as stop:
-            if isinstance(stop.__context__, KeyboardInterrupt):  # what Lightning makes of it
-                raise KeyboardInterrupt from None
-            raise
+        run_stage(args)
 
     def _fingerprint(self, files: list[Path], arguments: dict[str, Any]) -> str:
         """Of what a stage is made from: its files, arguments, and the weights it starts from.
@@ -222,13 +217,16 @@ class Experiment:
 
 def lasting(arguments: Sequence[str]) -> list[str]:
     """A command line without the arguments that say on what and how a stage runs."""
-    found: list[str] = []
-    passing = False
+    return [part for one in grouped(arguments) if not one[0].startswith(PASSING) for part in one]
+
+
+def grouped(arguments: Sequence[str]) -> list[list[str]]:
+    """A command line's arguments, each with the values that follow it."""
+    found: list[list[str]] = []
     for argument in arguments:
-        if argument.startswith("--"):  # a value that follows goes the same way
-            passing = argument.partition("=")[0].startswith(PASSING)
-        if not passing:
-            found.append(argument)
+        if argument.startswith("--") or not found:
+            found.append([])
+        found[-1].append(argument)
     return found
 
 

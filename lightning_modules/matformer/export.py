@@ -67,19 +67,22 @@ def save(
     arguments = dict(model_args)
     if len(set(chosen)) == 1 and nesting.part == "ffn":
         arguments["mlp_ratio"] = model_args.get("mlp_ratio", 4.0) * nesting.fractions[chosen[0]]
-    whole = shapes(timm.create_model(architecture, **model_args)) == shapes(small)
-    alone = whole or shapes(timm.create_model(architecture, **arguments)) == shapes(small)
+    fitting = [
+        given
+        for given in (model_args, arguments)
+        if shapes(timm.create_model(architecture, **given)) == shapes(small)
+    ]
     manifest = {
         "format": FORMAT,
         "architecture": architecture,
-        "model_args": arguments if alone and not whole else model_args,
+        "model_args": fitting[0] if fitting else model_args,
         "part": nesting.part,
         "granularity": nesting.label(chosen),
         "widths": {
             layer.name: layer.widths[index]
             for layer, index in zip(nesting.layers, chosen, strict=True)
         },
-        "timm_alone_loads_it": alone,
+        "timm_alone_loads_it": bool(fitting),
         "parent_sha256": fingerprint(model),
     }
     save_file(

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 from lightning_modules.self_distillation import distance, fingerprint
 from lightning_modules.weights import read_state_dict
 from recipes.cli import parse
-from recipes.experiment import Experiment, StageResult, from_command_line, type_of
+from recipes.experiment import Experiment, StageResult, from_command_line, grouped, type_of
 from recipes.report import write_json
 from recipes.self_distillation.tables import Report, Results, Tables
 
@@ -334,13 +334,12 @@ def read_grid(experiment: Experiment, kind: str) -> dict[str, Any]:
 def divided(arguments: Sequence[str]) -> dict[str, list[str]]:
     """A command line's arguments for "every" stage, for "adapt" and for "finetune" only."""
     found: dict[str, list[str]] = {"every": [], "adapt": [], "finetune": []}
-    stage = "every"
-    for argument in arguments:
-        if argument.startswith("--"):  # a value that follows goes the same way
-            first, _, rest = argument[2:].partition(".")
-            stage = first if first in found and rest else "every"
-            argument = argument if stage == "every" else f"--{rest}"
-        found[stage].append(argument)
+    for argument, *values in grouped(arguments):
+        stage, _, rest = argument.removeprefix("--").partition(".")
+        if stage in ("adapt", "finetune") and rest:
+            found[stage] += [f"--{rest}", *values]
+        else:
+            found["every"] += [argument, *values]
     return found
 
 

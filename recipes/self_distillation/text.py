@@ -38,6 +38,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
+from datamodules.tables import TXT
 from lightning_modules.weights import read_state_dict
 from recipes.cli import console
 from recipes.experiment import Experiment
@@ -89,7 +90,7 @@ def unlabelled(table: str, labelled: Any) -> dict[str, Any]:
 
     It wants a label, which nothing looks at: the text itself will do.
     """
-    text = "sentence" if table.endswith(".txt") else labelled.get("text", "sentence")
+    text = TXT if Path(table).suffix.lower() == ".txt" else labelled.get("text", "sentence")
     return {
         "data": "datamodules.TextData",
         "data.train": table,

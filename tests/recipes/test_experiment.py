@@ -1,6 +1,7 @@
 """Stages: skipped when finished, continued when killed, made anew when their settings change."""
 
 import json
+import runpy
 import sys
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import timm
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from recipes import cli
 from recipes import experiment as module
 from recipes.cli import console
 from recipes.experiment import Experiment, from_command_line, read_history
@@ -33,11 +35,8 @@ class Trainings:
         (log / "metrics.csv").write_text(f"loss\n{len(self.calls)}\n")
         if self.fails:
             raise RuntimeError("killed")
-        try:
-            if self.interrupted:
-                raise KeyboardInterrupt
-        except KeyboardInterrupt:
-            sys.exit(1)  # as Lightning does
+        if self.interrupted:
+            raise KeyboardInterrupt
 
 
 @pytest.fixture
@@ -239,16 +238,18 @@ def test_what_others_raise_is_said_as_briefly(wrong, said, capsys, monkeypatch):
 
 
 def test_ctrl_c_says_how_to_go_on(monkeypatch):
-    def interrupted(how):
+    def interrupted(args):
         try:
             raise KeyboardInterrupt
         except KeyboardInterrupt:
-            raise how from None
+            sys.exit(1)  # as Lightning does
 
+    monkeypatch.setattr(cli, "RecipeCLI", interrupted)
     with pytest.raises(SystemExit, match="the same command continues"):
-        console(lambda: interrupted(KeyboardInterrupt()))
+        console(lambda: cli.main(["fit"]))
+    monkeypatch.setattr(sys, "argv", ["recipes", "fit"])
     with pytest.raises(SystemExit, match="the same command with --ckpt_path …/last.ckpt continues"):
-        console(lambda: interrupted(SystemExit(1)))  # a stage by itself
+        runpy.run_module("recipes", run_name="__main__")  # a stage by itself
 
 
 def test_record_says_what_a_stage_was_made_from(experiment, trainings):
