@@ -1,0 +1,163 @@
+"""Plots of the tidy table (recipes/results.py), with the spread over seeds."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import pandas as pd
+
+from recipes.results import Where, by_seed, select, title_of, unique
+
+matplotlib.use("Agg")  # a report must not need a screen
+
+from matplotlib import pyplot as plt
+
+
+def scatter(
+    table: pd.DataFrame,
+    path: Path,
+    metric: str,
+    costs: Mapping[str, str],
+    *,
+    series: str = "row",
+    panel: str = "",
+    where: Where | None = None,
+    titles: Mapping[str, str] | None = None,
+    joined: Sequence[str] = (),
+    baselines: Sequence[str] = (),
+    scale: float = 1.0,
+    log: bool = False,
+    ylabel: str = "",
+) -> None:
+    """A metric against what it costs; error bars are the standard deviation over seeds.
+
+    Args:
+        table: the tidy table.
+        path: of the PNG.
+        metric: on the vertical axis.
+        costs: other metrics of the same rows and sets, and their labels; one panel each.
+        series: the column whose values share a colour and an entry of the legend.
+        panel: a column with a panel for each of its values.
+        where: which lines.
+        titles: of the series, in order; others are left out. By default all.
+        joined: series whose points, by increasing cost, are joined by a line.
+        baselines: series drawn as a dotted line across, such as what costs nothing.
+        scale: of the metric.
+        log: whether costs are on a logarithmic axis.
+        ylabel: of the metric.
+
+    Raises:
+        ValueError: if the table has no such metric.
+    """
+    lines = select(table, {"x": None, **(where or {})})
+    with _figure(lines, metric, costs, panel, path, ylabel, log) as panels:
+        for axis, cost, part in panels:
+            for name, title, color in _series(part, metric, series, titles):
+                points = []
+                for _, point in select(part, {series: name}).groupby(["set", "row"], sort=False):
+                    height, width = by_seed(point, metric) * scale, by_seed(point, cost)
+                    if name in baselines and len(height):
+                        axis.axhline(height.mean(), color=color, linestyle=":", label=title)
+                    elif len(height) and len(width):
+                        points.append((width.mean(), height.mean(), _deviation(height)))
+                if points:
+                    x, y, error = zip(*sorted(points), strict=True)
+                    style = "o-" if name in joined else "o"
+                    axis.errorbar(x, y, error, fmt=style, capsize=3, color=color, label=title)
+
+
+def curves(
+    table: pd.DataFrame,
+    path: Path,
+    metric: str,
+    *,
+    series: str = "row",
+    panel: str = "",
+    where: Where | None = None,
+    titles: Mapping[str, str] | None = None,
+    baselines: Sequence[str] = (),
+    scale: float = 1.0,
+    log: bool = False,
+    xlabel: str = "",
+    ylabel: str = "",
+) -> None:
+    """A metric against `x`; the band is one standard deviation over seeds on each side.
+
+    The arguments are those of `scatter`; `baselines` are series of numbers without x.
+    """
+    lines = select(table, where or {})
+    with _figure(lines, metric, {"": xlabel}, panel, path, ylabel, log) as panels:
+        for axis, _, part in panels:
+            for name, title, color in _series(part, metric, series, titles):
+                points = select(part, {series: name, "metric": metric})
+                if name in baselines:
+                    height = by_seed(points, metric).mean() * scale
+                    axis.axhline(height, color=color, linestyle=":", label=title)
+                    continue
+                places = unique(points.dropna(subset=["x"]), "x")
+                values = [by_seed(points, metric, {"x": x}) * scale for x in places]
+                means = [value.mean() for value in values]
+                axis.plot(places, means, "o-", color=color, label=title)
+                low, high = (
+                    [value.mean() + sign * _deviation(value) for value in values]
+                    for sign in (-1, 1)
+                )
+                axis.fill_between(places, low, high, alpha=0.15, color=color)
+
+
+def save_plot(figure: "plt.Figure", path: Path) -> None:
+    """Write a figure as PNG and close it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+@contextmanager
+def _figure(
+    lines: pd.DataFrame,
+    metric: str,
+    costs: Mapping[str, str],
+    panel: str,
+    path: Path,
+    ylabel: str,
+    log: bool,
+) -> Iterator[list[tuple[Any, str, pd.DataFrame]]]:
+    """Its panels: axis, what is on the horizontal axis, and lines; written when they are drawn."""
+    shown = select(lines, {"metric": metric})
+    if shown.empty:
+        metrics = sorted(set(lines["metric"]))
+        raise ValueError(f"no {metric!r} to plot in {path.name}: the table has {metrics}")
+    values = list(unique(shown, panel)) if panel else [None]
+    figure, axes = plt.subplots(
+        1, count := len(values) * len(costs), figsize=(3.6 * count + 2, 3.8), squeeze=False
+    )
+    wanted = [(value, *cost) for value in values for cost in costs.items()]
+    panels = []
+    for axis, (value, cost, label) in zip(axes[0], wanted, strict=True):
+        part = lines if value is None else select(lines, {panel: value})
+        axis.set(title=value or "", xlabel=label, xscale="log" if log else "linear")
+        axis.grid(alpha=0.3)
+        panels.append((axis, cost, part))
+    yield panels
+    axes[0][0].set_ylabel(ylabel or metric)
+    axes[0][-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize="small")
+    save_plot(figure, path)
+
+
+def _series(
+    lines: pd.DataFrame, metric: str, column: str, titles: Mapping[str, str] | None
+) -> Iterator[tuple[Any, str, str]]:
+    """Value, title and colour of each series that these lines have."""
+    present = list(unique(select(lines, {"metric": metric}), column))
+    chosen = titles or {value: title_of(value) for value in present}
+    for place, (value, title) in enumerate(chosen.items()):
+        if value in present:
+            yield value, title, f"C{place % 10}"
+
+
+def _deviation(values: pd.Series) -> float:
+    """Standard deviation over seeds; 0 for one."""
+    return float(values.std()) if len(values) > 1 else 0.0

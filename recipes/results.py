@@ -1,0 +1,307 @@
+"""The tidy table that every experiment writes, and the comparisons made from it.
+
+One line a number, in results.csv with the columns `experiment, preset, seed, set, row, metric, x,
+value, stage`: `set` is the data it was measured on, `row` what is compared (a method, a size),
+`x` the place on a curve (steps, a ratio; else empty), `stage` the node that measured it. A report
+is a function of that table, so that it can be written again without training:
+
+    table = read("runs/vera-glue/small")
+    rows = {"head": "head only", "vera": "VeRA", "lora": "LoRA"}
+    percent = {"scale": 100, "spread": "range"}
+    glue = tabulate(table, rows, [                                # recipes/tables.py
+        Column("tuned parameters", "tuned", {"set": "RTE"}, digits=0),
+        *(Column(task, "score", {"set": task}, **percent) for task in ("RTE", "MRPC")),
+        Column("mean", "score", mean_over="set", **percent),
+        Column("− LoRA", "score", mean_over="set", scale=100, reference="lora"),
+    ])
+    scatter(table, out / "glue.png", "score", {"tuned": "tuned parameters"}, panel="set",
+            titles=rows, baselines=["head"], log=True, scale=100, ylabel="score, %")  # plots.py
+    write_report(out, ["# GLUE", provenance(command, table), glue.markdown(), "![](glue.png)"])
+    paired(table, "score", "lora", mean_over="set")  # a DataFrame: row, mean, low, high, sd, n
+
+The difference between two rows is taken seed by seed and comes with the 95 % interval of Student's
+t, since seeds are few and what they share (data, first weights) cancels.
+"""
+
+import math
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from scipy import stats
+
+KEY = ["experiment", "preset", "seed", "set", "row", "metric", "x"]  # each number has one line
+COLUMNS = [*KEY, "value", "stage"]
+
+Where = Mapping[str, Any]  # column → the value, or the list of values, that lines must have
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured number, before the experiment, preset, seed and stage are added."""
+
+    row: str
+    metric: str
+    value: float
+    set: str = ""
+    x: float | None = None
+
+
+def tidy(
+    rows: Iterable[Row], experiment: str, preset: str, seed: int, stage: str = ""
+) -> pd.DataFrame:
+    """The measured numbers of one stage as lines of the table."""
+    lines = [
+        (experiment, preset, seed, one.set, one.row, one.metric, one.x, one.value, stage)
+        for one in rows
+    ]
+    return _typed(pd.DataFrame(lines, columns=COLUMNS))
+
+
+def read(path: str | Path) -> pd.DataFrame:
+    """The table of a results.csv, or of the folder that holds one.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        ValueError: if its columns are others.
+    """
+    path = Path(path)
+    file = path / "results.csv" if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing: an experiment writes it as it measures")
+    table = pd.read_csv(file, keep_default_na=False, dtype=str)
+    if list(table.columns) != COLUMNS:
+        raise ValueError(f"{file} has the columns {list(table.columns)}, expected {COLUMNS}")
+    return _typed(table)
+
+
+def write(path: str | Path, table: pd.DataFrame) -> None:
+    """Write results.csv in one move, so that a killed run leaves the old or the new one.
+
+    Seeds stand in order, and within a seed the lines as they came.
+
+    Raises:
+        ValueError: if two lines say what one number is.
+    """
+    path = Path(path)
+    table = _typed(table)
+    twice = table[table.duplicated(KEY)]
+    if len(twice):
+        line = dict(twice.iloc[0][KEY])
+        raise ValueError(f"two lines of the table hold the same number: {line}; expected one")
+    table = table.sort_values(["experiment", "preset", "seed"], kind="stable")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    table.to_csv(unfinished, index=False)
+    unfinished.replace(path)
+
+
+def _typed(table: pd.DataFrame) -> pd.DataFrame:
+    """The table with integers as seeds, floats as numbers and "" for a text that is missing."""
+    typed = table[COLUMNS].reset_index(drop=True)
+    for name in ("x", "value"):
+        typed[name] = [math.nan if value in ("", None) else float(value) for value in typed[name]]
+    for name in ("experiment", "preset", "set", "row", "metric", "stage"):
+        typed[name] = typed[name].fillna("").astype(str).astype(object)
+    typed["seed"] = typed["seed"].astype(int)
+    return typed
+
+
+def select(table: pd.DataFrame, where: Where) -> pd.DataFrame:
+    """The lines with these values; `x` None means lines that are no point of a curve."""
+    for name, wanted in where.items():
+        if name not in COLUMNS:
+            raise ValueError(f"the table has no column {name!r}: expected one of {COLUMNS}")
+        if wanted is None:
+            table = table[table[name].isna()]
+        else:
+            values = wanted if isinstance(wanted, list | tuple | set) else [wanted]
+            table = table[table[name].isin(values)]
+    return table
+
+
+def by_seed(
+    table: pd.DataFrame, metric: str, where: Where | None = None, mean_over: str = ""
+) -> pd.Series:
+    """One metric's value of each seed.
+
+    Args:
+        table: the tidy table.
+        metric: its name there.
+        where: further conditions, such as {"row": "vera", "set": "RTE"}. Points of a curve are
+            left out unless it names `x`.
+        mean_over: a column, "set" as a rule, over whose values each seed's mean is taken. A seed
+            that lacks one which another row has is left out: means of unequal tasks do not compare.
+
+    Raises:
+        ValueError: if a seed has several values, and `mean_over` does not say that their mean is
+            meant.
+    """
+    conditions = {"metric": metric, "x": None, **(where or {})}
+    lines = select(table, conditions)
+    spread_over = [mean_over] if mean_over else []
+    if len(several := lines[lines.duplicated(["seed", *spread_over], keep=False)]):
+        differing = [n for n in KEY[1:] if several[n].nunique(dropna=False) > 1 and n != "seed"]
+        raise ValueError(
+            f"{metric!r} of {dict(where or {})} has several values of seed "
+            f"{several['seed'].iloc[0]}, which differ in {', '.join(differing)}: expected one; "
+            "name it, or take their mean with mean_over"
+        )
+    if not mean_over:
+        return lines.set_index("seed")["value"].sort_index()
+    others = {name: value for name, value in conditions.items() if name != "row"}
+    everything = select(table, others)[mean_over].unique()
+    grid = lines.pivot(index="seed", columns=mean_over, values="value")
+    return grid.reindex(columns=everything).dropna().mean(axis=1)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A paired difference over seeds, with the 95 % interval of its mean (NaN for one seed)."""
+
+    mean: float
+    low: float
+    high: float
+    sd: float
+    n: int
+
+    def text(self, scale: float = 1.0, digits: int = 1) -> str:
+        """ "+1.2 [+0.3, +2.1]"; without the interval for one seed."""
+        if not self.n:
+            return ""
+        if self.n == 1:
+            return f"{self.mean * scale:+.{digits}f}"
+        low, high = sorted((self.low * scale, self.high * scale))
+        return f"{self.mean * scale:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
+
+
+def difference(
+    values: pd.Series, reference: pd.Series | float, confidence: float = 0.95
+) -> Difference:
+    """Values less the reference's, by seed: mean ± t · sd / √n with n − 1 degrees of freedom.
+
+    Args:
+        values: by seed, as `by_seed` gives them.
+        reference: likewise, or a number. Seeds that only one of the two has are left out.
+        confidence: of the interval.
+    """
+    paired_values = (values - reference).dropna()
+    n = len(paired_values)
+    if not n:
+        return Difference(math.nan, math.nan, math.nan, math.nan, 0)
+    mean = float(paired_values.mean())
+    if n == 1:
+        return Difference(mean, math.nan, math.nan, math.nan, 1)
+    sd = float(paired_values.std(ddof=1))
+    half = float(stats.t.ppf((1 + confidence) / 2, n - 1)) * sd / math.sqrt(n)
+    return Difference(mean, mean - half, mean + half, sd, n)
+
+
+def paired(
+    table: pd.DataFrame,
+    metric: str,
+    reference: str,
+    where: Where | None = None,
+    mean_over: str = "",
+    index: str = "row",
+) -> pd.DataFrame:
+    """Every row's difference to the reference row, by seed.
+
+    Args:
+        table: the tidy table.
+        metric: compared.
+        reference: value of `index` that the others are compared with.
+        where: see `by_seed`.
+        mean_over: see `by_seed`.
+        index: the column whose values are compared.
+
+    Returns:
+        a line for each of them: index, mean, low, high, sd, n.
+
+    Raises:
+        ValueError: if the reference has no such metric.
+    """
+    names = list(unique(select(table, {"metric": metric, "x": None, **(where or {})}), index))
+    if reference not in names:
+        raise ValueError(f"no {metric!r} of the {index} {reference!r}: expected one of {names}")
+    values = {
+        name: by_seed(table, metric, {**(where or {}), index: name}, mean_over) for name in names
+    }
+    differences = [
+        {index: name, **vars(difference(values[name], values[reference]))}
+        for name in names
+        if name != reference
+    ]
+    return pd.DataFrame(differences, columns=[index, "mean", "low", "high", "sd", "n"])
+
+
+def unique(table: pd.DataFrame, column: str) -> Iterable[Any]:
+    """A column's values in the order of their first line; numbers by size."""
+    values = table[column].unique()
+    return sorted(values) if column in ("x", "seed") else list(values)
+
+
+def title_of(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def write_report(out: Path, paragraphs: Sequence[str]) -> Path:
+    """Write report.md, and say where it is."""
+    out.mkdir(parents=True, exist_ok=True)
+    report = out / "report.md"
+    report.write_text("\n\n".join(one for one in paragraphs if one) + "\n")
+    print(f"report: {report}")
+    return report
+
+
+def provenance(command: str, table: pd.DataFrame) -> str:
+    """What a report's numbers come from: command, seeds, device, software, date, git commit.
+
+    Preset tiny adds that it is a smoke test.
+    """
+    seeds = table["seed"].nunique()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
+    line = (
+        f"`{command}` · {seeds} seed{'s' if seeds != 1 else ''} · {device} · "
+        f"torch {torch.__version__} · {time.strftime('%Y-%m-%d')} · {git_commit()}"
+    )
+    if set(table["preset"]) == {"tiny"}:
+        line = (
+            "**A smoke test**: preset `tiny` shows that every stage runs; its models are too small "
+            f"and its trainings too short to say anything about the paper.\n\n{line}"
+        )
+    return line
+
+
+def git_commit() -> str:
+    """The commit of this code, "commit 1a2b3c4 with changes" if files differ from it."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        commit, changes = (
+            subprocess.run([*git, *command], capture_output=True, text=True, check=True).stdout
+            for command in (
+                ["rev-parse", "--short", "HEAD"],
+                ["status", "--porcelain", "--untracked-files=no"],
+            )
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "no git commit"
+    return f"commit {commit.strip()}" + " with changes" * bool(changes.strip())
+
+
+def _processor() -> str:
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.split(":", 1)[1].strip()
+                break
+    return f"{name}, {os.cpu_count()} cores"

@@ -1,0 +1,265 @@
+"""The tidy table: files, tables, paired comparisons, plots."""
+
+import math
+
+import matplotlib.image
+import pandas as pd
+import pytest
+from scipy import stats
+
+from recipes.plots import curves, scatter
+from recipes.results import (
+    COLUMNS,
+    Row,
+    by_seed,
+    difference,
+    paired,
+    provenance,
+    read,
+    tidy,
+    write,
+    write_report,
+)
+from recipes.tables import Column, summary, tabulate
+
+SCORES = {  # row → set → by seed
+    "lora": {"RTE": [0.5, 0.6, 0.7], "MRPC": [0.8, 0.8, 0.8]},
+    "vera": {"RTE": [0.6, 0.8, 0.8], "MRPC": [0.7, 0.9]},  # MRPC of seed 2 is not there yet
+}
+
+
+def example(preset: str = "small") -> pd.DataFrame:
+    parts = [
+        tidy([Row(row, "score", value, set=name)], "vera.glue", preset, seed, f"{name}_{row}")
+        for row, sets in SCORES.items()
+        for name, values in sets.items()
+        for seed, value in enumerate(values)
+    ]
+    tuned = [Row("lora", "tuned", 73728, "RTE"), Row("vera", "tuned", 7680, "RTE")]
+    parts += [tidy(tuned, "vera.glue", preset, seed) for seed in range(3)]
+    return pd.concat(parts, ignore_index=True)
+
+
+class TestFile:
+    def test_floats_return_exactly_and_texts_stay_texts(self, tmp_path):
+        values = [0.1 + 0.2, 1 / 3, 1e-300, math.pi * 1e17, -0.0, math.inf]
+        rows = [
+            Row("NA", f"m{i}", value, "", x=value or None) for i, value in enumerate(values)
+        ] + [Row("007", "loss", math.nan)]
+        write(tmp_path / "results.csv", tidy(rows, "a.b", "tiny", 3, "null"))
+        table = read(tmp_path)
+        assert list(table.columns) == COLUMNS
+        assert table["value"].tolist()[:-1] == values
+        assert math.isnan(table["value"].iloc[-1])
+        assert list(table["row"]) == ["NA"] * 6 + ["007"]
+        assert set(table["stage"]) == {"null"} and set(table["set"]) == {""}
+        assert table["seed"].tolist() == [3] * 7
+        before = (tmp_path / "results.csv").read_bytes()
+        write(tmp_path / "results.csv", table)
+        assert (tmp_path / "results.csv").read_bytes() == before
+        assert [file.name for file in tmp_path.iterdir()] == ["results.csv"]
+
+    def test_seeds_stand_in_order_whatever_finished_first(self, tmp_path):
+        one, two = (tidy([Row("b", "m", 1), Row("a", "m", 2)], "e", "p", s) for s in (1, 0))
+        write(tmp_path / "x.csv", pd.concat([one, two]))
+        write(tmp_path / "y.csv", pd.concat([two, one]))
+        assert (tmp_path / "x.csv").read_bytes() == (tmp_path / "y.csv").read_bytes()
+        table = read(tmp_path / "x.csv")
+        assert table["seed"].tolist() == [0, 0, 1, 1] and table["row"].tolist() == list("baba")
+
+    def test_a_failed_write_leaves_the_old_file(self, tmp_path, monkeypatch):
+        write(tmp_path / "results.csv", example())
+        before = (tmp_path / "results.csv").read_bytes()
+
+        def full(*_, **__):
+            raise OSError("No space left on device")
+
+        monkeypatch.setattr(pd.DataFrame, "to_csv", full)
+        with pytest.raises(OSError, match="No space"):
+            write(tmp_path / "results.csv", example("tiny"))
+        assert (tmp_path / "results.csv").read_bytes() == before
+
+    def test_one_number_has_one_line(self, tmp_path):
+        with pytest.raises(ValueError, match=r"same number.*'row': 'lora'.*expected one"):
+            write(tmp_path / "results.csv", pd.concat([example(), example()]))
+
+    def test_a_foreign_or_missing_file_is_said(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match=r"results\.csv is missing"):
+            read(tmp_path)
+        (tmp_path / "results.csv").write_text("a,b\n1,2\n")
+        with pytest.raises(ValueError, match=r"has the columns \['a', 'b'\], expected"):
+            read(tmp_path)
+
+
+class TestBySeed:
+    def test_mean_over_sets_leaves_out_seeds_that_lack_one(self):
+        assert by_seed(example(), "score", {"row": "lora"}, "set").tolist() == pytest.approx(
+            [0.65, 0.7, 0.75]
+        )
+        vera = by_seed(example(), "score", {"row": "vera"}, "set")
+        assert vera.index.tolist() == [0, 1] and vera.tolist() == pytest.approx([0.65, 0.85])
+
+    def test_a_row_without_a_set_that_others_have_has_no_mean(self):
+        table = example()
+        table = table[~((table.row == "vera") & (table.set == "MRPC"))]
+        assert by_seed(table, "score", {"row": "vera"}, "set").empty
+
+    def test_several_values_of_a_seed_are_never_mixed_in_silence(self):
+        with pytest.raises(ValueError, match=r"'score' of .*several values of seed 0.*differ in"):
+            by_seed(example(), "score", {"row": "lora"})
+
+    def test_points_of_a_curve_are_asked_for(self):
+        rows = [Row("a", "loss", 3.0, x=1), Row("a", "loss", 2.0, x=2), Row("a", "loss", 9.0)]
+        table = tidy(rows, "e", "p", 0)
+        assert by_seed(table, "loss").tolist() == [9.0]
+        assert by_seed(table, "loss", {"x": 2}).tolist() == [2.0]
+
+    def test_an_unknown_column_is_named(self):
+        with pytest.raises(ValueError, match="no column 'task'"):
+            by_seed(example(), "score", {"task": "RTE"})
+
+
+class TestDifference:
+    def test_is_the_t_interval_of_the_paired_test(self):
+        a = pd.Series([0.61, 0.72, 0.58, 0.66, 0.7])
+        b = pd.Series([0.6, 0.65, 0.59, 0.6, 0.66])
+        expected = stats.ttest_rel(a, b).confidence_interval(0.95)
+        found = difference(a, b)
+        assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+        assert found.mean == pytest.approx(0.034) and found.n == 5
+        assert found.sd == pytest.approx((a - b).std())
+
+    def test_worked_by_hand(self):
+        found = difference(pd.Series([1.0, 3.0]), 0.0)
+        half = 12.7062047 * math.sqrt(2) / math.sqrt(2)  # t of .975 with 1 degree · sd / √n
+        assert (found.mean, found.low, found.high) == pytest.approx((2, 2 - half, 2 + half))
+
+    def test_takes_the_seeds_that_both_have(self):
+        found = difference(pd.Series({0: 1.0, 2: 5.0}), pd.Series({1: 1.0, 2: 2.0}))
+        assert (found.mean, found.n) == (3.0, 1) and math.isnan(found.low)
+        assert difference(pd.Series({0: 1.0}), pd.Series({1: 1.0})).n == 0
+
+    def test_paired_compares_every_row_with_the_reference(self):
+        lines = paired(example(), "score", "lora", {"set": "RTE"})
+        assert lines["row"].tolist() == ["vera"]
+        assert lines["mean"].iloc[0] == pytest.approx(0.4 / 3) and lines["n"].iloc[0] == 3
+        both = paired(example(), "score", "lora", mean_over="set")
+        assert both["mean"].iloc[0] == pytest.approx(0.075) and both["n"].iloc[0] == 2
+        with pytest.raises(ValueError, match=r"'full': expected one of \['lora', 'vera'\]"):
+            paired(example(), "score", "full", {"set": "RTE"})
+
+
+ROWS = {"vera": "VeRA", "lora": "LoRA", "full": "full"}
+RTE = {"scale": 100, "where": {"set": "RTE"}}
+
+
+class TestTable:
+    def test_cells_spreads_and_seeds(self):
+        columns = [
+            Column("tuned", "tuned", {"set": "RTE"}, digits=0, spread=""),
+            Column("mean", "score", **RTE),
+            Column("median", "score", spread="range", **RTE),
+            Column("MRPC", "score", {"set": "MRPC"}, digits=2),
+        ]
+        table = tabulate(example(), ROWS, columns, heading="method")
+        assert table.header == ["method", "tuned", "mean", "median", "MRPC"]
+        assert table.rows == [
+            ["VeRA", "7,680", "73.3 ± 11.5", "80.0 (60.0–80.0)", "0.80 ± 0.14 (n = 2)"],
+            ["LoRA", "73,728", "60.0 ± 10.0", "60.0 (50.0–70.0)", "0.80 ± 0.00"],
+        ]
+        assert table.notes == ["n = 3 seeds each."]
+        lines = table.markdown().splitlines()
+        assert lines[0] == "| method | tuned | mean | median | MRPC |"
+        assert lines[1] == "| --- | ---: | ---: | ---: | ---: |"
+
+    def test_a_column_of_differences(self):
+        column = Column("− LoRA", "score", mean_over="set", scale=100, reference="lora")
+        table = tabulate(example(), ROWS, [column])
+        found = difference(pd.Series([0.65, 0.85]), pd.Series([0.65, 0.7]))
+        assert table.rows[0] == ["VeRA", f"{found.text(100)} (n = 2)"]
+        assert table.rows[0][1].startswith("+7.5 [-") and table.rows[1] == ["LoRA", ""]
+        assert "95 % interval" in table.notes[0]
+
+    def test_a_collapsed_classifier_is_flagged_in_its_own_set_only(self):
+        answers = [
+            Row("vera", "classes_predicted", 1, "RTE"),
+            Row("lora", "classes_predicted", 2, "RTE"),
+        ]
+        table = pd.concat([example(), tidy(answers, "vera.glue", "small", 1)])
+        columns = [Column(s, "score", {"set": s}, scale=100) for s in ("RTE", "MRPC")]
+        written = tabulate(table, ROWS, columns)
+        assert written.rows[0][1].endswith("†") and "†" not in written.rows[0][2]
+        assert "†" not in "".join(written.rows[1])
+        assert "collapsed" in written.notes[-1]
+
+    def test_a_curve_as_a_table(self):
+        rows = [
+            Row(row, "accuracy", value, x=ratio)
+            for ratio, values in {10.0: (0.2, 0.4), 1.5: (0.5, 0.6)}.items()
+            for row, value in zip(("direct", "both"), values, strict=True)
+        ]
+        columns = [
+            Column(name, "accuracy", {"row": name}, scale=100) for name in ("direct", "both")
+        ]
+        table = tabulate(tidy(rows, "e", "p", 0), None, columns, index="x", heading="κ")
+        assert table.rows == [["1.5", "50.0", "60.0"], ["10", "20.0", "40.0"]]
+
+    def test_the_terminal_shows_it(self, capsys):
+        tabulate(example(), ROWS, [Column("RTE", "score", **RTE)]).show("GLUE")
+        assert "GLUE" in (shown := capsys.readouterr().out) and "60.0 ± 10.0" in shown
+
+    def test_summary_of_one_seed_is_its_value(self):
+        assert summary([0.7131], 100) == "71.3" and summary([]) == ""
+        assert summary([1, 2, 6], spread="range", digits=0) == "2 (1–6)"
+
+
+class TestPlots:
+    def test_scatter_has_a_panel_for_each_set_and_cost(self, tmp_path):
+        table = example()
+        tuned = tidy(
+            [Row("lora", "tuned", 9, "MRPC"), Row("vera", "tuned", 3, "MRPC")], "e", "p", 0
+        )
+        table = pd.concat([table, tuned])
+        one, two = tmp_path / "one.png", tmp_path / "two.png"
+        costs = {"tuned": "tuned parameters"}
+        scatter(table, one, "score", costs, where={"set": "RTE"}, baselines=["lora"])
+        scatter(table, two, "score", costs, panel="set", log=True, joined=["vera"])
+        widths = [matplotlib.image.imread(file).shape[1] for file in (one, two)]
+        assert widths[1] > 1.4 * widths[0]
+
+    def test_what_is_drawn(self, tmp_path, monkeypatch):
+        drawn = []
+        monkeypatch.setattr("recipes.plots.save_plot", lambda figure, path: drawn.append(figure))
+        rows = {0: {1: 2.0, 2: 4.0}, 1: {1: 4.0, 2: 4.0}}
+        table = pd.concat(
+            [
+                *(
+                    tidy([Row("a", "loss", y, x=x) for x, y in points.items()], "e", "p", seed)
+                    for seed, points in rows.items()
+                ),
+                tidy([Row("chance", "loss", 5.0)], "e", "p", 0),
+            ]
+        )
+        curves(
+            table, tmp_path / "a.png", "loss", baselines=["chance"], scale=10, ylabel="loss × 10"
+        )
+        axis = drawn[0].axes[0]
+        line, dotted = axis.lines
+        assert line.get_xdata().tolist() == [1, 2] and line.get_ydata().tolist() == [30, 40]
+        assert set(dotted.get_ydata()) == {50} and axis.get_ylabel() == "loss × 10"
+        band = axis.collections[0].get_paths()[0].vertices[:, 1]
+        assert (band.min(), band.max()) == pytest.approx((30 - 200**0.5, 30 + 200**0.5))
+
+    def test_a_metric_that_is_not_there_is_named(self, tmp_path):
+        with pytest.raises(ValueError, match=r"no 'f1' to plot in a\.png: the table has \['score'"):
+            curves(example(), tmp_path / "a.png", "f1")
+
+
+def test_a_report_says_where_it_comes_from(tmp_path, capsys):
+    line = provenance("python -m recipes.vera.glue", example())
+    assert "`python -m recipes.vera.glue` · 3 seeds · " in line and "torch" in line
+    assert "commit" in line and "smoke test" not in line
+    smoke = provenance("x", example("tiny"))
+    path = write_report(tmp_path / "new", ["# Title", "", smoke])
+    assert path.read_text().startswith("# Title\n\n**A smoke test**")
+    assert str(path) in capsys.readouterr().out
