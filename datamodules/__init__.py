@@ -2,6 +2,7 @@
 
 import cpu_torchvision  # noqa: F401  (first: see its docstring)
 
+from datamodules.corpus import CorpusData
 from datamodules.cub import CUBData
 from datamodules.detection import DetectionData
 from datamodules.digits import DigitsData
@@ -17,6 +18,7 @@ from datamodules.torchvision_sets import TorchvisionData
 
 __all__ = [
     "CUBData",
+    "CorpusData",
     "DetectionData",
     "DigitsData",
     "DomainData",

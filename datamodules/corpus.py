@@ -1,0 +1,359 @@
+"""Text for language models: documents of several sources, packed into blocks of tokens.
+
+Documents come from files (text, or a column of csv, tsv and jsonl), from a set of the `datasets`
+library, or from the Python source that is installed anyway. They are tokenised once, into token
+files (see token_files.py) that are read without loading them, so that a corpus may be larger than
+memory.
+"""
+
+import csv
+import functools
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from torch.utils.data import Dataset
+
+from datamodules.loading import PartsData
+from datamodules.tables import column_error
+from datamodules.token_files import Blocks, TokenFile, TokenStream, Windows, write_tokens
+from datamodules.tokens import load_tokenizer, train_tokenizer
+
+Source = Literal["python", "files", "datasets"]
+BYTES = 259  # entries of `train_tokenizer`'s tokenizer when it has no merges: one for each byte
+PIECE = 2**20  # characters; a longer text file is several documents, cut at line ends
+TRAINING_BYTES = 50_000_000  # of text, from which a tokenizer is trained
+SPLITS = {"train": "train", "val": "validation", "test": "test"}
+
+
+class CorpusData(PartsData):
+    """Blocks of tokens for a causal language model.
+
+    Training: documents in an order drawn by `seed`, each with its end-of-text token, joined and
+    cut into blocks; blocks in a new order every epoch. Validation and test: every token of the
+    text is scored once, in windows (see `Windows`). Samples have `input_ids` and `labels` (L,).
+
+    Args:
+        source: "python", the Python source that is installed; "files"; or "datasets", a set of the
+            `datasets` library.
+        train: files or folders to train on, patterns with * allowed; or the set's name. A folder
+            with a manifest.json is a token file and taken as it is.
+        val: files to validate on. None: the set's validation split, or else the last
+            `val_fraction` of the training tokens, whatever the seed.
+        test: files to test on; the validation part when None, or the set's test split.
+        column: of csv, tsv and jsonl files and of sets, with the text.
+        config: of the set, such as "wikitext-2-raw-v1".
+        tokenizer: transformers' name of one, or a folder with its files. None: one with
+            `vocab_size` entries is trained on the training text; 259 is byte-level.
+        vocab_size: see `tokenizer`.
+        length: tokens in a block or window, the model's context.
+        eval_stride: see `Windows`; length - 1, disjoint windows, when None.
+        val_fraction: see `val`.
+        max_bytes: of text, read from each part at most; the last document is cut there.
+        eval_tokens: scored of validation and test at most.
+        cache: folder of token files and trained tokenizers.
+        batch_size: blocks per device and training step.
+        **kwargs: see `PartsData`.
+    """
+
+    def __init__(
+        self,
+        source: Source = "python",
+        train: str | list[str] | None = None,
+        val: str | list[str] | None = None,
+        test: str | list[str] | None = None,
+        column: str = "text",
+        config: str | None = None,
+        tokenizer: str | None = None,
+        vocab_size: int = BYTES,
+        length: int = 1024,
+        eval_stride: int | None = None,
+        val_fraction: float = 0.05,
+        max_bytes: int | None = None,
+        eval_tokens: int | None = None,
+        cache: str = "runs/corpora",
+        batch_size: int = 8,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(batch_size=batch_size, **kwargs)
+        if source not in get_args(Source):
+            raise ValueError(f"source is {source!r}, expected {', '.join(get_args(Source))}.")
+        if (source == "python") != (train is None):
+            raise ValueError(
+                f"source is {source} and train is {train!r}: set --data.train to files or to the "
+                "set's name, except for source python, which needs none."
+            )
+        if not 0 < val_fraction < 1:
+            raise ValueError(
+                f"val_fraction is {val_fraction}, expected a share between 0 and 1, both excluded."
+            )
+        if length < 2:
+            raise ValueError(f"length is {length}, expected 2 tokens or more in a block.")
+        self.source, self.column, self.config = source, column, config
+        self.parts = {"train": train, "val": val, "test": test}
+        self.tokenizer_name, self.trained_size = tokenizer, vocab_size
+        self.length, self.eval_stride = length, eval_stride or length - 1
+        self.val_fraction, self.max_bytes, self.eval_tokens = val_fraction, max_bytes, eval_tokens
+        self.cache = Path(cache)
+        self._tokenizer: Any = None
+        self._files: dict[str, TokenFile] = {}
+
+    def prepare_data(self) -> None:
+        """Tokenise, in one process of each machine."""
+        self.token_file("train")
+        self.stream("val")
+
+    @property
+    def tokenizer(self) -> Any:
+        """Trained ones are kept in `cache`, under a name made of what they were trained on."""
+        if self._tokenizer is None:
+            if self.tokenizer_name:
+                self._tokenizer = load_tokenizer(self.tokenizer_name)
+            elif self.trained_size == BYTES:
+                self._tokenizer = train_tokenizer([], BYTES)
+                self._tokenizer.name_or_path = "bytes"
+            else:
+                self._tokenizer = self._trained_tokenizer()
+        return self._tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.tokenizer)
+
+    def samples(self, part: str) -> Dataset:
+        if part == "train":
+            return Blocks(self.stream("train"), self.length)
+        return Windows(self.stream(part), self.length, self.eval_stride)
+
+    def stream(self, part: str) -> TokenStream:
+        """The tokens of a part, within the limits."""
+        if part == "predict" or (part == "test" and not self._exists("test")):
+            part = "val"
+        if part != "train" and self._exists(part):
+            return TokenStream(self.token_file(part), stop=self.eval_tokens)
+        file = self.token_file("train")
+        held_out = 0 if self._exists("val") else round(len(file.tokens) * self.val_fraction)
+        border = len(file.tokens) - held_out
+        if part == "train":
+            return TokenStream(file, stop=border, seed=self.seed)
+        return TokenStream(file, border, border + self.eval_tokens if self.eval_tokens else None)
+
+    def token_file(self, part: str) -> TokenFile:
+        """The tokens of all documents of a part, written when they are first asked for."""
+        if part not in self._files:
+            if (written := self._written(part)) is not None:
+                folder = written
+            else:
+                digest = hashlib.sha256(f"{self._key(part)} {self._tokenizer_key()}".encode())
+                folder = self.cache / f"{self.source}-{part}-{digest.hexdigest()[:16]}"
+                write_tokens(self.documents(part), self.tokenizer, folder)
+            self._files[part] = TokenFile(folder, self.tokenizer)
+        return self._files[part]
+
+    def documents(self, part: str) -> Iterator[str]:
+        """The texts of a part, in an order that depends on the source alone."""
+        if self.source == "python":
+            texts = read_python()
+        elif self.source == "files":
+            texts = (text for path in self._paths(part) for text in read_file(path, self.column))
+        else:
+            texts = read_set(str(self.parts["train"]), self.config, SPLITS[part], self.column)
+        left = self.max_bytes
+        for text in texts:
+            if left is None:
+                yield text
+                continue
+            kept = text.encode()[:left]
+            yield kept.decode(errors="ignore")  # a character may be cut in two
+            if not (left := left - len(kept)):
+                return
+
+    def members(self, part: str) -> tuple[list[str], bool]:
+        """One line: how many tokens of which file; see `PartsData.members`."""
+        stream = self.stream(part)
+        return [json.dumps({**stream.file.manifest, "used": len(stream)}, sort_keys=True)], False
+
+    def _exists(self, part: str) -> bool:
+        """Whether a part has documents of its own, and is not cut off the training part."""
+        if self.source == "datasets":
+            return part == "train" or SPLITS[part] in set_splits(
+                str(self.parts["train"]), self.config
+            )
+        return self.parts[part] is not None
+
+    def _paths(self, part: str) -> list[Path]:
+        named = self.parts[part]
+        return find_files([named] if isinstance(named, str) else named or [])
+
+    def _key(self, part: str) -> str:
+        """What the documents of a part are made from."""
+        if self.source == "datasets":
+            made_from: Any = [self.parts["train"], self.config, SPLITS[part]]
+        else:
+            paths = python_files() if self.source == "python" else self._paths(part)
+            made_from = [(str(path), path.stat().st_size, path.stat().st_mtime) for path in paths]
+        return json.dumps([made_from, self.column, self.max_bytes])
+
+    def _tokenizer_key(self) -> str:
+        return self.tokenizer_name or f"{self.trained_size} of {self._key('train')}"
+
+    def _written(self, part: str) -> Path | None:
+        """The token file that was named for a part, if one was."""
+        named = self.parts[part]
+        if isinstance(named, str) and (Path(named) / "manifest.json").is_file():
+            return Path(named)
+        return None
+
+    def _trained_tokenizer(self) -> Any:
+        if folder := self._written("train"):
+            raise ValueError(
+                f"{folder} holds tokens and no text, from which a tokenizer could be trained: "
+                "set --data.tokenizer to the one that made them."
+            )
+        digest = hashlib.sha256(self._tokenizer_key().encode()).hexdigest()[:16]
+        folder = self.cache / f"tokenizer-{digest}"
+        if not (folder / "tokenizer.json").is_file():
+            made = train_tokenizer(self._some_text(), self.trained_size)
+            made.save_pretrained(folder)
+        return load_tokenizer(str(folder))
+
+    def _some_text(self) -> Iterator[str]:
+        left = TRAINING_BYTES
+        for text in self.documents("train"):
+            if left <= 0:
+                return
+            left -= len(text.encode())
+            yield text
+
+
+# Sources of documents.
+
+
+def find_files(patterns: Sequence[str]) -> list[Path]:
+    """The files that names, folders and patterns stand for, sorted within each.
+
+    Raises:
+        FileNotFoundError: nothing is there under one of them.
+    """
+    paths: list[Path] = []
+    for pattern in patterns:
+        named = Path(pattern).expanduser()
+        if named.is_dir():
+            found = sorted(path for path in named.rglob("*") if path.is_file())
+        else:
+            found = [named] if named.is_file() else sorted(named.parent.glob(named.name))
+        if not found:
+            raise FileNotFoundError(
+                f"{pattern} is not there, expected text files: correct --data.train or --data.val."
+            )
+        paths += found
+    return paths
+
+
+def read_file(path: Path, column: str) -> Iterator[str]:
+    """The documents of a file, read as they are asked for.
+
+    Of csv, tsv and jsonl files each row's `column` is one; another file is one, or several of
+    about a million characters, cut at line ends.
+
+    Raises:
+        ValueError: the file is not UTF-8, or a row has no such column.
+    """
+    place = f"{path}"
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as lines:
+            if path.suffix == ".jsonl":
+                for number, line in enumerate(lines, start=1):
+                    place = f"{path}, line {number}"
+                    if line.strip():
+                        yield json.loads(line)[column]
+            elif path.suffix in (".csv", ".tsv"):
+                tsv: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+                reader = csv.DictReader(lines, **(tsv if path.suffix == ".tsv" else {}))
+                for row in reader:
+                    place = f"{path}, line {reader.line_num}"
+                    if None in row or None in row.values():
+                        names = reader.fieldnames or []
+                        cells = sum(value is not None for key, value in row.items() if key)
+                        cells += len(row.get(None) or [])
+                        raise column_error(path, reader.line_num, cells, len(names))
+                    yield row[column]
+            else:
+                yield from _pieces(lines)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8.") from error
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{place}: there is no {column!r} in it ({error!r}): name the text's column in "
+            "--data.column, or repair the line."
+        ) from error
+
+
+def _pieces(lines: Iterator[str]) -> Iterator[str]:
+    piece: list[str] = []
+    size = 0
+    for line in lines:
+        piece.append(line)
+        size += len(line)
+        if size >= PIECE:
+            yield "".join(piece)
+            piece, size = [], 0
+    if piece:
+        yield "".join(piece)
+
+
+@functools.cache
+def python_files() -> list[Path]:
+    """The Python source that is installed: the standard library and all packages.
+
+    In the order of the hashes of the names below their folder, so that the first million bytes
+    are of many packages, and few change places when a package comes or goes.
+    """
+    folders = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
+    names: dict[str, Path] = {}
+    for folder in folders:
+        for path in folder.rglob("*.py"):
+            name = path.relative_to(folder).as_posix()
+            if "site-packages" not in name and "dist-packages" not in name:
+                names[name] = path
+    return [names[name] for name in sorted(names, key=_hash)]
+
+
+def _hash(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()
+
+
+def read_python() -> Iterator[str]:
+    """The text of each of `python_files` that is UTF-8."""
+    for path in python_files():
+        try:
+            yield path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+
+
+def set_splits(name: str, config: str | None) -> list[str]:
+    """The splits of a set of the `datasets` library."""
+    import datasets
+
+    return datasets.get_dataset_split_names(name, config)
+
+
+def read_set(name: str, config: str | None, split: str, column: str) -> Iterator[str]:
+    """The texts of a set of the `datasets` library, by hub name or folder, streamed.
+
+    Raises:
+        ValueError: it has no such column.
+    """
+    import datasets
+
+    for row in datasets.load_dataset(name, config, split=split, streaming=True):
+        if column not in row:
+            raise ValueError(
+                f"{name} has no column {column!r}, the columns are {', '.join(row)}: name the "
+                "text's in --data.column."
+            )
+        yield row[column]

@@ -1,0 +1,266 @@
+"""Every token once, packed as the documents lie, refused where it cannot be right, resumable."""
+
+import cpu_torchvision  # noqa: F401
+
+import json
+from pathlib import Path
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from datamodules.corpus import BYTES, PIECE, CorpusData, python_files, read_file
+from datamodules.loading import IGNORED
+from datamodules.token_files import TokenFile, TokenStream, Windows, write_tokens
+from datamodules.tokens import train_tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*have no `validation_step`")
+BYTE = train_tokenizer([], BYTES)
+END = BYTE.eos_token_id
+DOCUMENTS = [f"document {i} " + "abc " * (i % 7) for i in range(40)]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A jsonl file of 40 documents."""
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
+    return path
+
+
+def corpus_data(path: Path, **kwargs) -> CorpusData:
+    settings = {"length": 16, "batch_size": 4, "cache": str(path.parent / "cache")}
+    return CorpusData("files", str(path), **{**settings, **kwargs})
+
+
+def ids_of(texts: list[str]) -> list[int]:
+    """The tokens that documents become, by the definition of a byte-level tokenizer."""
+    return [i for text in texts for i in [*BYTE(text, add_special_tokens=False).input_ids, END]]
+
+
+def test_byte_level_is_one_token_a_byte():
+    text = "Grüße, 世界!\n\t"
+    ids = BYTE(text, add_special_tokens=False).input_ids
+    assert len(ids) == len(text.encode())
+    assert BYTE.decode(ids) == text
+    assert len(BYTE) == BYTES
+
+
+def test_the_file_holds_every_document_in_order(corpus):
+    data = corpus_data(corpus)
+    file = data.token_file("train")
+    assert file.tokens.tolist() == ids_of(DOCUMENTS)
+    assert file.manifest["documents"] == 40
+    assert file.manifest["tokens"] == len(ids_of(DOCUMENTS)) == file.ends[-1]
+    assert file.manifest["bytes"] == sum(map(len, DOCUMENTS))
+    assert file.tokens.dtype == np.uint16
+
+
+def test_parts_share_no_token_and_leave_none_out(corpus):
+    data = corpus_data(corpus, val_fraction=0.25, seed=3)
+    train, val = data.stream("train"), data.stream("val")
+    everything = ids_of(DOCUMENTS)
+    assert len(train) + len(val) == len(everything)
+    assert val.read(0, len(val)).tolist() == everything[-len(val) :]
+    assert sorted(train.read(0, len(train)).tolist()) == sorted(everything[: len(train)])
+    other = corpus_data(corpus, val_fraction=0.25, seed=4)
+    assert torch.equal(other.stream("val").read(0, 10**6), val.read(0, 10**6))
+    assert not torch.equal(other.stream("train").read(0, 10**6), train.read(0, 10**6))
+
+
+def test_training_keeps_documents_whole_and_blocks_are_the_stream(corpus):
+    data = corpus_data(corpus, val=str(corpus))
+    stream = data.stream("train")
+    tokens = stream.read(0, len(stream)).tolist()
+    texts = BYTE.decode(tokens).split("</s>")[:-1]
+    assert texts != DOCUMENTS and sorted(texts) == sorted(DOCUMENTS)
+    blocks = data.samples("train")
+    assert len(blocks) == len(tokens) // 16
+    joined = torch.cat([blocks[i]["input_ids"] for i in range(len(blocks))]).tolist()
+    assert joined == tokens[: len(joined)]
+    assert torch.equal(blocks[2]["labels"], blocks[2]["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("length", "stride"), [(2, 1), (5, 1), (5, 3), (5, 4), (16, 3), (16, 15), (300, 3), (300, 299)]
+)
+@pytest.mark.parametrize("tokens", [2, 15, 16, 17, 31, 200])
+def test_every_token_is_scored_once_with_the_context_promised(tmp_path, length, stride, tokens):
+    folder = write_tokens(["x" * (tokens - 1)], BYTE, tmp_path / "tokens")
+    file = TokenFile(folder, BYTE)
+    file.tokens = np.arange(tokens, dtype=np.uint16)  # a token is its place
+    windows = Windows(TokenStream(file), length, stride)
+    scored = []
+    for index in range(len(windows)):
+        ids, labels = windows[index]["input_ids"], windows[index]["labels"]
+        assert len(ids) == len(labels) == length
+        places = (labels != IGNORED).nonzero().flatten().tolist()
+        assert places, "a window that scores nothing"
+        for place in places:
+            assert labels[place] == ids[place]
+            context = ids[:place].tolist()
+            assert context == list(range(int(ids[place]) - place, int(ids[place])))
+            assert place >= min(length - stride, int(ids[place]))
+        scored += labels[places].tolist()
+    assert scored == list(range(1, tokens))
+
+
+def test_limits(corpus):
+    data = corpus_data(corpus, max_bytes=100, val=str(corpus), eval_tokens=50)
+    kept = data.token_file("train").manifest
+    assert kept["bytes"] == 100
+    assert len(data.stream("val")) == 50
+    assert len(corpus_data(corpus, eval_tokens=7).stream("val")) == 7
+
+
+def test_columns_text_and_patterns(tmp_path):
+    (tmp_path / "a.csv").write_text('id,body\n1,"one, two"\n2,"three\nfour"\n')
+    (tmp_path / "b.tsv").write_text('id\tbody\n1\tsay "hi"\n')
+    (tmp_path / "c.txt").write_text("line one\nline two\n")
+    assert list(read_file(tmp_path / "a.csv", "body")) == ["one, two", "three\nfour"]
+    assert list(read_file(tmp_path / "b.tsv", "body")) == ['say "hi"']
+    assert list(read_file(tmp_path / "c.txt", "body")) == ["line one\nline two\n"]
+    data = corpus_data(tmp_path / "*.?sv", column="body")
+    texts = BYTE.decode(data.token_file("train").tokens.tolist()).split("</s>")[:-1]
+    assert texts == ["one, two", "three\nfour", 'say "hi"']
+
+
+def test_a_large_text_file_is_cut_at_line_ends(tmp_path):
+    path = tmp_path / "large.txt"
+    path.write_text("0123456789abcde\n" * (PIECE // 8))
+    pieces = list(read_file(path, "text"))
+    assert "".join(pieces) == path.read_text()
+    assert [len(piece) for piece in pieces] == [PIECE, PIECE]
+
+
+def test_a_set_of_the_datasets_library(tmp_path):
+    pytest.importorskip("datasets")
+    folder, cache = tmp_path / "words", str(tmp_path / "cache")
+    folder.mkdir()
+    for split, texts in {"train": DOCUMENTS, "validation": ["one", "two"]}.items():
+        rows = [json.dumps({"words": text}) for text in texts]
+        (folder / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
+    data = CorpusData("datasets", str(folder), column="words", length=8, cache=cache)
+    assert data.token_file("train").tokens.tolist() == ids_of(DOCUMENTS)
+    assert data.stream("val").read(0, 99).tolist() == ids_of(["one", "two"])
+    with pytest.raises(ValueError, match="has no column 'text', the columns are words"):
+        CorpusData("datasets", str(folder), length=8, cache=cache).token_file("train")
+
+
+def test_installed_python_in_a_fixed_order(tmp_path):
+    names = [path.name for path in python_files()[:200]]
+    assert len(set(names)) > 100
+    data = CorpusData(max_bytes=200_000, length=64, cache=str(tmp_path), eval_tokens=1000)
+    assert 199_996 < data.token_file("train").manifest["bytes"] <= 200_000
+    assert len(data.stream("val")) == 1000
+    assert data.samples("train")[0]["input_ids"].max() < BYTES
+
+
+def test_a_trained_tokenizer_is_the_same_for_all_processes(corpus):
+    first, second = (corpus_data(corpus, vocab_size=300) for _ in range(2))
+    assert 259 < first.vocab_size <= 300
+    assert len(first.token_file("train").tokens) < len(ids_of(DOCUMENTS))
+    written = first.token_file("train").tokens
+    assert second.token_file("train").tokens.filename == written.filename
+    assert first.tokenizer.decode(written.tolist()).split("</s>")[:-1] == DOCUMENTS
+
+
+def test_a_token_file_is_taken_as_it_is_and_another_tokenizer_s_refused(corpus):
+    folder = write_tokens(DOCUMENTS, BYTE, corpus.parent / "tokens")
+    assert len(corpus_data(folder).stream("train")) > 0
+    with pytest.raises(ValueError, match=r"are of the tokenizer '.*', expected those of"):
+        train_tokenizer(DOCUMENTS, 300).save_pretrained(corpus.parent / "other")
+        corpus_data(folder, tokenizer=str(corpus.parent / "other")).token_file("train")
+    with pytest.raises(ValueError, match="holds tokens and no text"):
+        corpus_data(folder, vocab_size=300).token_file("train")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "tokens": 3}))
+    with pytest.raises(ValueError, match="expected the 3 of its manifest"):
+        TokenFile(folder, BYTE)
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 9}))
+    with pytest.raises(ValueError, match="format 9, expected 1"):
+        TokenFile(folder, BYTE)
+    with pytest.raises(FileNotFoundError, match="expected the manifest of a token file"):
+        TokenFile(corpus.parent / "nothing", BYTE)
+
+
+def test_a_changed_corpus_is_tokenised_again(corpus):
+    before = corpus_data(corpus).token_file("train").manifest["tokens"]
+    corpus.write_text(corpus.read_text() + json.dumps({"text": "one more"}) + "\n")
+    assert corpus_data(corpus).token_file("train").manifest["tokens"] == before + 9
+
+
+@pytest.mark.parametrize(
+    ("content", "settings", "said"),
+    [
+        ("", {}, "has no text, expected documents that are not empty"),
+        ('{"text": ""}\n', {}, "has no text"),
+        ('{"text": "ab"}\n', {}, "tokens to train on, expected a block of 16 or more"),
+        ('{"body": "ab"}\n', {}, "line 1: there is no 'text' in it"),
+        ('["ab"]\n', {}, "line 1: there is no 'text' in it"),
+        ('{"text": "ab"\n', {}, "line 1: there is no 'text' in it"),
+        ('{"text": "ab"}\n', {"length": 1}, "length is 1, expected 2 tokens or more"),
+        ('{"text": "ab"}\n', {"val_fraction": 0.0}, "val_fraction is 0.0"),
+        ('{"text": "ab"}\n', {"vocab_size": 100}, "vocab_size is 100, expected 259"),
+        ('{"text": "ab"}\n', {"train": "missing*.txt"}, "missing.* is not there"),
+        ('{"text": "ab"}\n', {"source": "python"}, "source is python and train is"),
+        ('{"text": "ab"}\n', {"source": "hub"}, "source is 'hub', expected python"),
+    ],
+)
+def test_bad_input_is_said_in_a_sentence(corpus, content, settings, said):
+    corpus.write_text(content)
+    arguments = {"source": "files", "train": str(corpus), "length": 16, **settings}
+    with pytest.raises((ValueError, FileNotFoundError), match=said):
+        CorpusData(cache=str(corpus.parent / "cache"), **arguments).samples("train")
+
+
+def test_a_window_with_no_room_is_refused(corpus):
+    with pytest.raises(ValueError, match="eval_stride is 16, expected 1 to 15"):
+        corpus_data(corpus, eval_stride=16).samples("val")
+    with pytest.raises(ValueError, match="has 1 tokens to score"):
+        corpus_data(corpus, eval_tokens=1).samples("val")
+
+
+def test_not_utf8_is_said(tmp_path):
+    (tmp_path / "latin.txt").write_bytes("Grüße".encode("latin-1"))
+    with pytest.raises(ValueError, match="latin.txt is not UTF-8"):
+        list(read_file(tmp_path / "latin.txt", "text"))
+
+
+class Seen(L.LightningModule):
+    """Notes the tokens of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.seen = torch.nn.Parameter(torch.zeros(())), []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(batch["input_ids"].flatten().tolist())
+        return self.weight
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train(corpus: Path, steps: int, folder: Path, resume: str | None = None) -> Seen:
+    module = Seen()
+    trainer = L.Trainer(
+        max_epochs=-1, max_steps=steps, logger=False, accelerator="cpu", num_sanity_val_steps=0,
+        limit_val_batches=0, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[ModelCheckpoint(folder, save_last=True, every_n_train_steps=1)],
+    )  # fmt: skip
+    trainer.fit(module, corpus_data(corpus, seed=5), ckpt_path=resume, weights_only=True)
+    return module
+
+
+@pytest.mark.parametrize("stop", [3, 17])
+def test_a_resumed_run_sees_what_the_uninterrupted_one_sees(corpus, tmp_path, stop):
+    length = len(corpus_data(corpus).train_dataloader())
+    assert 3 < length < 17 < 2 * length, "one stop within the first epoch, one in the second"
+    through = train(corpus, 25, tmp_path / "a").seen
+    first = train(corpus, stop, tmp_path / "b").seen
+    rest = train(corpus, 25, tmp_path / "b", str(tmp_path / "b" / "last.ckpt")).seen
+    assert first + rest == through
+    assert through[0] != through[length]
