@@ -1,0 +1,335 @@
+"""The feed-forward networks and attention layers of a model, and how their weights lie.
+
+For any model made of classes that layout_table.py knows (timm, transformers, torchvision, torch).
+MatFormer's nesting, VeRA's slices of fused projections and APET read them. A layer of your own
+takes part after one line:
+
+    LAYOUTS["my.module.Ffn"] = FeedForwardLayout(("up",), "down")
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor, arange, cat, nn
+
+from lightning_modules.layout_table import (
+    LAYOUTS,
+    LOOKS_LIKE,
+    NEITHER,
+    AttentionLayout,
+    FeedForwardLayout,
+    Layout,
+    class_path,
+)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which outputs or inputs of one child belong to each unit (hidden neuron, head or group).
+
+    Attributes:
+        path: of the child, below the layer's module.
+        dim: 0 for its outputs (rows of nn.Linear's weight), 1 for its inputs (columns).
+        parts: (first index, how many belong to one unit) for every run in which the units lie one
+            after the other; what no part holds belongs to all units.
+        units: how many there are.
+    """
+
+    path: str
+    dim: int
+    parts: tuple[tuple[int, int], ...]
+    units: int
+
+    def indices(self, units: Tensor) -> Tensor:
+        """Indices (parts · units · size,) of the given units (n,), part by part, in their order."""
+        return cat(
+            [
+                (start + units[:, None] * size + arange(size, device=units.device)).flatten()
+                for start, size in self.parts
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of a model whose units can be dropped or moved.
+
+    Attributes:
+        name: of its module in the model, such as "blocks.3.mlp".
+        module: it.
+        units: hidden neurons; heads; or groups of heads that share a key/value head.
+        cuts: of its children.
+    """
+
+    name: str
+    module: nn.Module
+    units: int
+    cuts: tuple[Cut, ...]
+
+    @property
+    def reducing(self) -> Cut:
+        """The cut of the layer that reads the units: the down or output projection."""
+        return next(cut for cut in self.cuts if cut.dim == 1)
+
+    def attributes(self, units: int) -> dict[str, int]:
+        """The module's attributes when only so many units are in use."""
+        raise NotImplementedError
+
+    def config(self, units: int) -> dict[str, Any] | None:
+        """Values of transformers' configuration for so many units; None where it cannot say it."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class FeedForward(Layer):
+    """A feed-forward network; its units are the hidden neurons."""
+
+    layout: FeedForwardLayout
+
+    def attributes(self, units: int) -> dict[str, int]:
+        changed = dict.fromkeys(self.layout.attributes, units)
+        if units < self.units:
+            changed |= dict.fromkeys(self.layout.switch_off, 0)
+        return changed
+
+    def config(self, units: int) -> dict[str, Any] | None:
+        key = self.layout.config
+        if key is None or not key.endswith("ratio"):
+            return None if key is None else {key: units}
+        return {key: units / width(self.module.get_submodule(self.layout.reducing), 0)}
+
+
+@dataclass(frozen=True)
+class Attention(Layer):
+    """An attention layer.
+
+    Its units are groups: one key/value head with the query heads that read it. Where all query
+    heads share one key/value head (multi-query attention), the units are the query heads.
+
+    Attributes:
+        heads: query heads.
+        key_value_heads: key/value heads; as many as `heads` without grouping.
+        head_dim: features of a head.
+    """
+
+    layout: AttentionLayout
+    heads: int
+    key_value_heads: int
+    head_dim: int
+
+    def rows(self, letter: str) -> tuple[str, list[range]]:
+        """The child that makes "q", "k" or "v", and the outputs of it that do."""
+        return getattr(self.layout, letter), _letter_rows(
+            self.layout, letter, self.heads, self.key_value_heads, self.head_dim
+        )
+
+    def attributes(self, units: int) -> dict[str, int]:
+        sizes = self._sizes(units)
+        return {name: sizes[meaning] for name, meaning in self.layout.attributes.items()}
+
+    def config(self, units: int) -> dict[str, Any] | None:
+        if self.layout.config is None:
+            return None
+        sizes = self._sizes(units)
+        return {name: sizes[meaning] for name, meaning in self.layout.config.items()}
+
+    def _sizes(self, units: int) -> dict[str, int]:
+        heads = units * self.heads // self.units
+        pairs = units if self.units == self.key_value_heads else self.key_value_heads
+        return {
+            "heads": heads,
+            "width": heads * self.head_dim,
+            "key_value_heads": pairs,
+            "key_value_width": pairs * self.head_dim,
+            "groups": heads // pairs,
+            "head_dim": self.head_dim,
+        }
+
+
+def feed_forwards(model: nn.Module) -> list[FeedForward]:
+    """All feed-forward networks of a model, in its order.
+
+    Raises:
+        ValueError: if there is none, or one whose layout is not in the table.
+    """
+    return [
+        _feed_forward(name, module, layout)
+        for name, module, layout in _locate(model, FeedForwardLayout, "feed-forward network")
+    ]
+
+
+def attentions(model: nn.Module) -> list[Attention]:
+    """All attention layers of a model, in its order.
+
+    Raises:
+        ValueError: if there is none, or one whose layout is not in the table.
+    """
+    return [
+        _attention(name, module, layout)
+        for name, module, layout in _locate(model, AttentionLayout, "attention layer")
+    ]
+
+
+def fused_slice(model: nn.Module, layer_name: str, letter: str) -> list[range]:
+    """Which outputs (rows of nn.Linear's weight) of a projection make "q", "k" or "v".
+
+    Args:
+        model: holds the layer.
+        layer_name: dotted name of the projection, such as "transformer.h.0.attn.c_attn".
+        letter: "q", "k" or "v".
+
+    Raises:
+        ValueError: if the layer is in no attention of a known layout, or makes no such letter.
+    """
+    modules = dict(model.named_modules())
+    parts = layer_name.split(".")
+    for depth in range(len(parts), -1, -1):
+        name = ".".join(parts[:depth])
+        layout = layout_of(modules[name]) if name in modules else None  # else it is a parameter
+        if isinstance(layout, AttentionLayout):
+            child, rows = _attention(name, modules[name], layout).rows(letter)
+            if child == ".".join(parts[depth:]):
+                return rows
+            raise ValueError(f"{layer_name} does not make {letter!r}: {child} beside it does")
+    owner = modules[".".join(parts[:-1])]
+    raise ValueError(
+        f"how q, k and v lie in {layer_name} is not known: {class_path(type(owner))} is no "
+        "attention in lightning_modules/layout_table.py; add it: "
+        f"LAYOUTS[{class_path(type(owner))!r}] = AttentionLayout(…)"
+    )
+
+
+def layout_of(module: nn.Module) -> Layout | None:
+    """The layout of a module's class, or None."""
+    entry = LAYOUTS.get(class_path(type(module)))
+    return entry(module) if callable(entry) else entry
+
+
+def width(layer: Any, dim: int) -> int:
+    """Outputs (dim 0) or inputs (dim 1) of a linear layer, or what a norm normalises.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if hasattr(layer, "in_features"):
+        return layer.in_features if dim else layer.out_features
+    if hasattr(layer, "nf"):  # transformers' Conv1D
+        return layer.nx if dim else layer.nf
+    if type(layer) is nn.Sequential and len(layer):  # a low-rank layer
+        return width(layer[0 if dim else -1], dim)
+    if hasattr(layer, "normalized_shape"):
+        return layer.normalized_shape[-1]
+    raise ValueError(f"a {type(layer).__name__} is neither a linear layer nor a norm")
+
+
+def _locate(model: nn.Module, kind: type, what: str) -> Iterator[tuple[str, nn.Module, Any]]:
+    modules = dict(model.named_modules())
+    skipped = tuple(
+        f"{name}."
+        for name, module in modules.items()
+        if class_path(type(module)) in NEITHER
+        or (class_path(type(modules[name.rpartition(".")[0]])), name.rpartition(".")[2]) in NEITHER
+    )
+    modules = {n: m for n, m in modules.items() if not f"{n}.".startswith(skipped)}
+    known = [(n, m, layout) for n, m in modules.items() if isinstance(layout := layout_of(m), kind)]
+    inside = tuple(f"{name}." for name, *_ in known)
+    for name, module in modules.items():
+        looks = (
+            LOOKS_LIKE[kind].search(type(module).__name__)
+            and next(module.parameters(), None) is not None
+        )
+        holds = not name or any(other.startswith(f"{name}.") for other in inside)
+        if looks and not holds and not f"{name}.".startswith(inside):
+            path = class_path(type(module))
+            raise ValueError(
+                f"{name} is a {path}, a {what} that is not in lightning_modules/layout_table.py; "
+                f"add it: LAYOUTS[{path!r}] = {kind.__name__}(…)"
+            )
+    if not known:
+        seen = sorted({class_path(type(m)) for m in modules.values() if any(m.children())})
+        raise ValueError(
+            f"{type(model).__name__} has no {what} that is in lightning_modules/layout_table.py; "
+            f"it is made of {', '.join(seen)}; add its class: LAYOUTS[…] = {kind.__name__}(…)"
+        )
+    yield from known
+
+
+def _feed_forward(name: str, module: nn.Module, layout: FeedForwardLayout) -> FeedForward:
+    units = _width(name, module, layout.reducing, 1)
+    expanding = []
+    for path in layout.expanding:
+        outputs = _width(name, module, path, 0)
+        if outputs != units * layout.halves:
+            raise ValueError(
+                f"{name}.{path} has {outputs} outputs, expected {units * layout.halves}: "
+                f"{layout.reducing} reads {units}"
+            )
+        parts = tuple((half * units, 1) for half in range(layout.halves))
+        expanding.append(Cut(_end(module, path, 0), 0, parts, units))
+    if layout.norm and not isinstance(module.get_submodule(layout.norm), nn.Identity):
+        expanding.append(Cut(layout.norm, 0, ((0, 1),), units))
+    reducing = Cut(_end(module, layout.reducing, 1), 1, ((0, 1),), units)
+    return FeedForward(name, module, units, (*expanding, reducing), layout)
+
+
+def _attention(name: str, module: nn.Module, layout: AttentionLayout) -> Attention:
+    size: int = attrgetter(layout.head_dim)(module)
+    heads = _width(name, module, layout.o, 1) // size
+    together = [letter for letter in "qkv" if getattr(layout, letter) == layout.k]
+    made = getattr(module, layout.k, None)  # a parameter in torch's MultiheadAttention
+    makes_k = made.shape[0] if isinstance(made, Tensor) else _width(name, module, layout.k, 0)
+    pairs = (makes_k - heads * size * ("q" in together)) // (
+        size * sum(x in "kv" for x in together)
+    )
+    units = pairs if pairs > 1 else heads
+    query = heads // units  # heads in a group
+    cuts: list[Cut] = []
+    if layout.fixed:
+        return Attention(name, module, units, (), layout, heads, pairs, size)
+    parts: tuple[tuple[int, int], ...]
+    for child in dict.fromkeys((layout.q, layout.k, layout.v)):
+        letters = [letter for letter in layout.order if getattr(layout, letter) == child]
+        if layout.pieces == "groups" and len(letters) > 1:
+            parts = ((0, (query + len(letters) - 1) * size),) if pairs == units else ()
+        else:
+            rows = {x: _letter_rows(layout, x, heads, pairs, size) for x in letters}
+            moving = [x for x in letters if x == "q" or pairs == units]
+            parts = tuple((rows[x][0].start, size * (query if x == "q" else 1)) for x in moving)
+        if parts:
+            cuts.append(Cut(_end(module, child, 0), 0, parts, units))
+    for child in layout.by_head:
+        if not isinstance(getattr(module, child, None), nn.Identity | None):
+            cuts.append(Cut(child, 0, ((0, query * size),), units))
+    cuts.append(Cut(_end(module, layout.o, 1), 1, ((0, query * size),), units))
+    return Attention(name, module, units, tuple(cuts), layout, heads, pairs, size)
+
+
+def _letter_rows(
+    layout: AttentionLayout, letter: str, heads: int, pairs: int, size: int
+) -> list[range]:
+    child = getattr(layout, letter)
+    letters = [x for x in layout.order if getattr(layout, x) == child]
+    count = pairs if layout.pieces == "groups" else int(layout.pieces)
+    share = {x: (heads if x == "q" else pairs) * size // count for x in letters}
+    before = sum(share[x] for x in letters[: letters.index(letter)])
+    starts = [piece * sum(share.values()) + before for piece in range(count)]
+    if len(letters) == 1:
+        return [range(share[letter] * count)]
+    return [range(start, start + share[letter]) for start in starts]
+
+
+def _end(module: nn.Module, path: str, dim: int) -> str:
+    """Of a low-rank layer, nn.Sequential(u, v), the half whose outputs or inputs are meant."""
+    child = module.get_submodule(path)
+    if type(child) is not nn.Sequential:
+        return path
+    return f"{path}.{0 if dim else len(child) - 1}"
+
+
+def _width(name: str, module: nn.Module, path: str, dim: int) -> int:
+    try:
+        return width(module.get_submodule(path), dim)
+    except ValueError as error:
+        raise ValueError(f"{name}.{path}: {error}") from error
