@@ -1,0 +1,265 @@
+"""Any number of trainable parameters at any positions of a model, in place; and the way back.
+
+APET (arXiv 2306.02320), Section 5.1: only θ is trained, min_θ L(M(Φ, θ)(X), Y). `placement` says
+where θ sits, `layer` computes with it. The model's output is unchanged until θ is trained.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from lightning_modules.apet.layer import Tuned, TunedLinear, give_rows, start, tuned_class
+from lightning_modules.apet.placement import OPERATIONS, Operation, Placement, draw, shape_of
+from lightning_modules.apet.prompt import add_prompt, remove_prompt
+
+# what other methods leave on a model whose layers are no longer plain
+RECORDS = {
+    "apet": "strip(model) it first",
+    "vera": "merge and strip it first",
+    "nesting": "extract a granularity first",
+}
+
+
+@dataclass(frozen=True)
+class Apet:
+    """What `insert` or `attach` did to a model; kept as `model.apet`.
+
+    Attributes:
+        placement: where the parameters sit.
+        seed: of the draw and of what starts at random.
+        budget, operations: what was drawn for; None where a placement was given.
+        heads: modules that are trained in full besides.
+    """
+
+    placement: Placement
+    seed: int
+    budget: int | None = None
+    operations: tuple[str, ...] | None = None
+    heads: tuple[str, ...] = ()
+
+
+def insert(
+    model: nn.Module,
+    budget: int,
+    seed: int = 0,
+    operations: Sequence[Operation] = OPERATIONS,
+    heads: Sequence[str] = (),
+) -> nn.Module:
+    """Make exactly `budget` parameters trainable at random positions, and freeze the rest.
+
+    Args:
+        model: a transformers or timm model, or any other module.
+        budget: number of trainable parameters.
+        seed: the same seed gives the same positions on every machine.
+        operations: "add" (elements of the model's own parameters), "concat" (low-rank terms beside
+            linear layers), "plug" (neurons of adapters behind linear layers).
+        heads: names of modules that are trained in full besides, such as a new classifier; they do
+            not count.
+
+    Returns:
+        The same model; `model.apet` says what was done.
+
+    Raises:
+        ValueError: for a budget, an operation or a head that does not fit the model, or a model
+            that another method has changed in a way that leaves no plain layers.
+    """
+    _refuse(model, heads)
+    placement = draw(model, budget, seed, operations, heads)
+    return attach(model, Apet(placement, seed, budget, tuple(operations), tuple(heads)))
+
+
+def attach(model: nn.Module, record: Apet) -> nn.Module:
+    """Make what a record says trainable, in place, and freeze the rest.
+
+    `attach(model, Apet(lora(model, ["query", "value"], rank=8), seed=0))` is LoRA.
+
+    Args:
+        model: as for `insert`.
+        record: a placement and a seed.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: if the placement or a head does not fit the model.
+    """
+    _refuse(model, record.heads)
+    placement = record.placement
+    modules = dict(model.named_modules())
+    places = _places(model)
+    for name in placement.add:
+        if name not in places:
+            raise ValueError(f"{name} is no parameter of this {type(model).__name__}")
+    for name in (*placement.concat, *placement.plug, *placement.bias):
+        if type(modules.get(name)) not in (nn.Linear, Conv1D):
+            raise ValueError(
+                f"{name} is a {type(modules.get(name)).__name__} of this {type(model).__name__}, "
+                "not a plain linear layer, beside which alone something can be inserted"
+            )
+    model.requires_grad_(False)
+    changed: dict[nn.Module, set[str]] = defaultdict(set)
+    for name in (*placement.concat, *placement.plug, *placement.bias):
+        changed[modules[name]] |= set()
+    for name, index in placement.add.items():
+        parameter: Any = model.get_parameter(name)
+        count = parameter.numel() if index is None else len(index)
+        shape = parameter.shape if index is None else (count,)
+        values = nn.Parameter(torch.zeros(shape, device=parameter.device))
+        for module, local in places[name]:
+            changed[module].add(local)
+            setattr(module, f"apet_add_{local}", values)
+            if index is not None:
+                where = index.to(parameter.device)
+                module.register_buffer(f"apet_index_{local}", where, persistent=False)
+    for module, names in changed.items():
+        module.__class__ = tuned_class(type(module), tuple(sorted(names)))  # type: ignore[arg-type]
+    for name in placement.bias:
+        layer: Any = modules[name]
+        outputs, _ = shape_of(layer)
+        layer.apet_bias = nn.Parameter(torch.zeros(outputs, device=_device(layer)))
+    for name, (down, up) in placement.concat.items():
+        layer = modules[name]
+        outputs, inputs = shape_of(layer)
+        rank = -(-up // outputs)
+        first = start(record.seed, f"{name} concat", (rank, inputs))
+        give_rows(layer, "w3", rank, inputs, down, first)
+        give_rows(layer, "w4", rank, outputs, up, None)
+        layer.apet_scale = placement.scale
+    for name, (down, biases, up, last) in placement.plug.items():
+        layer = modules[name]
+        outputs, _ = shape_of(layer)
+        neurons = -(-up // outputs)
+        first = start(record.seed, f"{name} plug", (neurons, outputs))
+        give_rows(layer, "w5", neurons, outputs, down, first)
+        give_rows(layer, "w6", neurons, outputs, up, None)
+        if biases:
+            layer.apet_b5 = nn.Parameter(torch.zeros(biases, device=_device(layer)))
+        if last:
+            layer.apet_b6 = nn.Parameter(torch.zeros(last, device=_device(layer)))
+    if placement.prompt:
+        add_prompt(model, placement.prompt, record.seed)
+    for head in record.heads:
+        model.get_submodule(head).requires_grad_(True)
+    model.apet = record  # type: ignore[assignment]
+    return model
+
+
+def apet_of(model: nn.Module) -> Apet:
+    """The record of what `insert` did to the model.
+
+    Raises:
+        ValueError: if nothing was inserted.
+    """
+    record = getattr(model, "apet", None)
+    if record is None:
+        raise ValueError(f"{type(model).__name__} has nothing of APET: call insert(model, …) first")
+    return record
+
+
+def tunables(model: nn.Module) -> dict[str, nn.Parameter]:
+    """θ: the inserted parameters by name, each once, in the model's order."""
+    apet_of(model)
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if name.rpartition(".")[2].startswith("apet_")
+    }
+
+
+@torch.no_grad()
+def merge(model: nn.Module) -> nn.Module:
+    """Write θ into the model's own weights and make it plain again, in place.
+
+    ADD and CONCAT at linear layers merge exactly (up to rounding); adapters (PLUG), prompts and
+    biases of layers that have none cannot.
+
+    Raises:
+        ValueError: naming what cannot merge; the model is then left as it was.
+    """
+    placement = apet_of(model).placement
+    fixed = {
+        "adapters (plug)": placement.plug,
+        "a prompt": placement.prompt,
+        "biases of layers without one": placement.bias,
+    }
+    if kinds := [kind for kind, there in fixed.items() if there]:
+        raise ValueError(
+            f"{' and '.join(kinds)} cannot be merged into weights: keep the model as it is, or "
+            "insert with operations=['add', 'concat']"
+        )
+    merged: dict[Any, Tensor] = {}  # a parameter that modules share is merged once
+    for module in _tuned(model):
+        for name in type(module).apet_names:  # type: ignore[attr-defined]
+            merged[module._parameters[name]] = module.tuned(name)
+        if isinstance(module, TunedLinear) and "apet_w4" in module._parameters:
+            w3, w4 = module.terms()
+            delta = module.apet_scale * (w3.T @ w4 if isinstance(module, Conv1D) else w4.T @ w3)
+            whole = module.tuned("weight")
+            merged[module._parameters["weight"]] = (whole.to(delta.dtype) + delta).to(whole.dtype)
+    for parameter, total in merged.items():
+        parameter.copy_(total)
+    return strip(model)
+
+
+def strip(model: nn.Module) -> nn.Module:
+    """Take θ out again, in place: the model is plain, with the weights it has.
+
+    Raises:
+        ValueError: if nothing was inserted.
+    """
+    apet_of(model)
+    for module in _tuned(model):
+        kind = type(module).apet_kind  # type: ignore[attr-defined]
+        for store in (module._parameters, module._buffers):
+            for name in [name for name in store if name.startswith("apet_")]:
+                delattr(module, name)
+        for name in ("apet_widths", "apet_scale"):
+            module.__dict__.pop(name, None)
+        module.__class__ = kind
+    if "apet_prompt" in model._parameters:
+        remove_prompt(model)
+    del model.apet
+    return model
+
+
+def _tuned(model: nn.Module) -> list[Tuned]:
+    return [module for module in model.modules() if isinstance(module, Tuned)]
+
+
+def _device(layer: nn.Module) -> torch.device:
+    weight: Any = layer._parameters["weight"]
+    return weight.device
+
+
+def _places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Every module and local name that holds a parameter, by the parameter's first name."""
+    names: dict[int, str] = {}
+    places: dict[str, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for prefix, module in model.named_modules():
+        for local, parameter in module._parameters.items():
+            if parameter is not None:
+                name = names.setdefault(id(parameter), f"{prefix}.{local}" if prefix else local)
+                places[name].append((module, local))
+    return places
+
+
+def _refuse(model: nn.Module, heads: Sequence[str]) -> None:
+    for record, cure in RECORDS.items():
+        if hasattr(model, record):
+            raise ValueError(
+                f"this {type(model).__name__} was changed by {record} before, and its layers are "
+                f"not plain: {cure}"
+            )
+    modules = dict(model.named_modules())
+    for head in heads:
+        if head not in modules:
+            children = ", ".join(name for name, _ in model.named_children())
+            raise ValueError(
+                f"head {head!r} is no module of {type(model).__name__}: expected a dotted name "
+                f"that begins with one of {children}"
+            )

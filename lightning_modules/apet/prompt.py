@@ -1,0 +1,151 @@
+"""Soft tokens before the input: prompt tuning (Lester et al., 2021) on a transformers model.
+
+In APET's Equation (arXiv 2306.02320, Section 5.1) this is CONCAT at the input: rows W_2 beside the
+embedded tokens. Encoders and decoders get the rows before their input, encoder–decoders before the
+encoder's. The attention mask grows with them, and outputs over positions lose them again, so that
+labels, losses and `generate` see the lengths they know.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+HOOKS = "apet_prompt_hooks"
+IGNORED = -100  # transformers' label of a position without loss
+
+
+def add_prompt(model: nn.Module, tokens: int, seed: int) -> None:
+    """Put trainable rows before the input of a transformers model, in place.
+
+    They start as embeddings of tokens drawn from the vocabulary by the seed, as peft's do.
+
+    Args:
+        model: a transformers encoder, decoder or encoder–decoder, with its head or without.
+        tokens: rows.
+        seed: of the start.
+
+    Raises:
+        ValueError: if the model does not embed tokens.
+    """
+    embed = getattr(model, "get_input_embeddings", lambda: None)()
+    if not isinstance(embed, nn.Embedding):
+        raise ValueError(
+            f"{type(model).__name__} embeds no tokens, so it takes no prompt: use add, concat or "
+            "plug"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(embed.num_embeddings, (tokens,), generator=generator)
+    with torch.no_grad():
+        start = embed.weight[rows.to(embed.weight.device)].float().clone()
+    model.apet_prompt = nn.Parameter(start)
+    config: Any = model.config
+    hook = _before_encoder_decoder if config.is_encoder_decoder else _before
+    handles = [model.register_forward_pre_hook(hook, with_kwargs=True)]
+    if config.is_encoder_decoder:
+        encoder: Any = model.get_encoder()  # type: ignore[operator]
+        before = _EncoderHook(model)
+        handles.append(encoder.register_forward_pre_hook(before, with_kwargs=True))
+    else:
+        handles.append(model.register_forward_hook(_after, with_kwargs=True))
+    setattr(model, HOOKS, handles)
+
+
+def remove_prompt(model: nn.Module) -> None:
+    """Take the rows out again."""
+    for handle in getattr(model, HOOKS):
+        handle.remove()
+    delattr(model, HOOKS)
+    del model.apet_prompt
+
+
+def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Rows before the input of an encoder or decoder; a cached prefix has them already."""
+    kwargs = _named(args, kwargs)
+    past = kwargs.get("past_key_values")
+    cached = past is not None and past.get_seq_length() > 0
+    rows = len(model.apet_prompt)  # type: ignore[arg-type]
+    kwargs["attention_mask"] = _longer(kwargs.get("attention_mask"), rows, 1)
+    kwargs.pop("cache_position", None)  # the model counts for itself
+    positions = kwargs.get("position_ids")
+    if positions is not None:
+        positions = positions + rows
+        if not cached:
+            first = torch.arange(rows, device=positions.device).expand(len(positions), -1)
+            positions = torch.cat([first, positions], 1)
+        kwargs["position_ids"] = positions
+    if not cached:
+        kwargs = _embedded(model, kwargs)
+        for name, fill in (("token_type_ids", 0), ("labels", IGNORED)):
+            if kwargs.get(name) is not None and kwargs[name].ndim == 2:
+                kwargs[name] = _longer(kwargs[name], rows, fill)
+    return (), kwargs
+
+
+def _after(model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    """Outputs without the rows' own positions."""
+    embedded = kwargs.get("inputs_embeds")
+    if embedded is None:
+        return output
+    for name in ("logits", "last_hidden_state"):
+        values = getattr(output, name, None)
+        if values is not None and values.ndim == 3 and values.shape[1] == embedded.shape[1]:
+            output[name] = values[:, len(model.apet_prompt) :]  # type: ignore[arg-type]
+    return output
+
+
+def _before_encoder_decoder(
+    model: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    """The mask that the decoder attends the encoder by; the encoder's own hook does the rest."""
+    kwargs = _named(args, kwargs)
+    rows = len(model.apet_prompt)  # type: ignore[arg-type]
+    kwargs["attention_mask"] = _longer(kwargs.get("attention_mask"), rows, 1)
+    return (), kwargs
+
+
+class _EncoderHook:
+    """Rows before the encoder's input, whether the model calls it or `generate` does."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def __call__(
+        self, encoder: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        kwargs = _named(args, kwargs)
+        length = kwargs["input_ids"].shape[1]
+        mask = kwargs.get("attention_mask")
+        if mask is not None and mask.shape[1] == length:
+            kwargs["attention_mask"] = _longer(mask, len(self.model.apet_prompt), 1)  # type: ignore
+        return (), _embedded(self.model, kwargs)
+
+
+def _named(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = ("input_ids", "attention_mask")
+    if len(args) > len(names):
+        raise ValueError(
+            f"a model with a prompt takes input_ids and attention_mask by position and the rest by "
+            f"name; it was given {len(args)} arguments by position"
+        )
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _embedded(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    embedded = kwargs.get("inputs_embeds")
+    if embedded is None:
+        embedded = model.get_input_embeddings()(kwargs.pop("input_ids"))  # type: ignore[operator]
+    rows = model.apet_prompt.to(embedded.dtype).expand(len(embedded), -1, -1)  # type: ignore
+    kwargs["inputs_embeds"] = torch.cat([rows, embedded], 1)
+    return kwargs
+
+
+def _longer(values: Tensor | None, rows: int, fill: int) -> Tensor | None:
+    if values is None:
+        return None
+    if values.ndim != 2:
+        raise ValueError(
+            f"a mask of shape {tuple(values.shape)} cannot be made longer for the prompt: give one "
+            "of shape (batch, length)"
+        )
+    return torch.cat([values.new_full((len(values), rows), fill), values], 1)

@@ -1,0 +1,460 @@
+"""APET's insertions: exact counts, positions by seed, the base's output at the start, and back."""
+
+import copy
+import hashlib
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import timm
+import torch
+import transformers
+from scipy import stats
+from torch.nn import functional as F
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from lightning_modules.apet import (
+    Apet,
+    adapter,
+    attach,
+    bitfit,
+    draw,
+    insert,
+    load,
+    lora,
+    merge,
+    prompt,
+    save,
+    strip,
+    tunables,
+)
+from lightning_modules.apet.layer import at
+from lightning_modules.tuning import tune
+
+BERT = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
+
+
+def bert():
+    return BertForSequenceClassification(BertConfig(vocab_size=60, num_labels=3, **BERT))
+
+
+def bloom():
+    return BloomForCausalLM(BloomConfig(vocab_size=60, hidden_size=32, n_layer=2, n_head=4))
+
+
+def t5():
+    config = T5Config(
+        vocab_size=60, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
+        feed_forward_proj="gated-gelu", decoder_start_token_id=0,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config)
+
+
+def llama():
+    config = LlamaConfig(
+        vocab_size=60, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def gpt2():
+    return GPT2LMHeadModel(GPT2Config(vocab_size=60, n_embd=32, n_layer=2, n_head=4))
+
+
+def vit():
+    return timm.create_model(
+        "vit_tiny_patch16_224", img_size=8, patch_size=4, embed_dim=16, depth=2, num_heads=2,
+        num_classes=3,
+    )  # fmt: skip
+
+
+MODELS = {"bert": bert, "bloom": bloom, "t5": t5, "llama": llama, "gpt2": gpt2, "vit": vit}
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+def made(name, dtype=torch.float32):
+    """With weights of which any change shows."""
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model.to(dtype).eval()
+
+
+def output(model):
+    """Of fixed inputs."""
+    generator = torch.Generator().manual_seed(1)
+    if isinstance(model, transformers.PreTrainedModel):
+        ids = torch.randint(60, (3, 7), generator=generator)
+        more = {"decoder_input_ids": ids[:, :4]} if model.config.is_encoder_decoder else {}
+        return model(input_ids=ids, attention_mask=torch.ones_like(ids), **more).logits
+    dtype = next(model.parameters()).dtype
+    return model(torch.randn(3, 3, 8, 8, generator=generator).to(dtype))
+
+
+def still(model):
+    """The output without gradients, for which attention picks one and the same kernel."""
+    with torch.no_grad():
+        return output(model)
+
+
+def count(model):
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def scatter(model):
+    """Give every tuned parameter a value that shows."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in tunables(model).values():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+
+
+@every_model
+@pytest.mark.parametrize("budget", [1, 2, 7, 1000, 4001])
+def test_the_budget_is_met_exactly_and_the_output_is_the_base_s(name, budget):
+    model = made(name)
+    expected = still(model)
+    insert(model, budget, seed=3)
+    assert count(model) == budget
+    assert torch.equal(still(model), expected)
+
+
+@pytest.mark.parametrize("budget", [1, 7, 1000, 102_144, 2_409_600])
+def test_the_paper_s_budgets_on_bert_base(budget):
+    with torch.device("meta"):
+        model = transformers.BertModel(BertConfig())
+    insert(model, budget, seed=0)
+    assert count(model) == budget
+
+
+@every_model
+def test_only_what_was_inserted_changes_and_all_of_it_has_a_gradient(name):
+    model = insert(made(name), 600, seed=5)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(3):  # what starts at zero hides, in the first step, what it is multiplied with
+        optimizer.zero_grad()
+        output(model).square().sum().backward()
+        optimizer.step()
+    changed = {
+        key for key, value in model.state_dict().items() if not torch.equal(value, before[key])
+    }
+    assert changed
+    assert all("apet_" in key for key in changed)
+    assert all("_rest" not in key for key in changed)
+    tuned = {key for key in before if "apet_" in key and "_rest" not in key}
+    # an embedding's element has a gradient only if its token is read
+    assert {key for key in tuned - changed if "apet_add" not in key} == set()
+
+
+@pytest.mark.parametrize("operations", [["add"], ["concat"], ["plug"], ["plug", "add"]])
+def test_one_operation_alone_meets_the_budget(operations):
+    for budget in (1, 33, 100, 999):
+        model = made("bert")
+        expected = still(model)
+        insert(model, budget, seed=1, operations=operations)
+        assert count(model) == budget
+        assert torch.equal(still(model), expected)
+        scatter(model)
+        assert not torch.equal(still(model), expected)
+
+
+DIGEST = """
+import cpu_torchvision, torch
+from transformers import BertConfig, BertModel
+from lightning_modules.apet import draw
+with torch.device("meta"):
+    model = BertModel(BertConfig())
+print(draw(model, 5000, 7).digest())
+"""
+
+
+def test_a_seed_gives_the_same_positions_in_another_process_and_another_seed_others():
+    with torch.device("meta"):
+        model = transformers.BertModel(BertConfig())
+    run = subprocess.run([sys.executable, "-c", DIGEST], capture_output=True, text=True, check=True)
+    assert run.stdout.split()[-1] == draw(model, 5000, 7).digest()
+    assert draw(model, 5000, 7).digest() != draw(model, 5000, 8).digest()
+
+
+def test_positions_are_pinned_across_machines_and_versions():
+    with torch.device("meta"):
+        model = transformers.BertModel(BertConfig())
+    placement = draw(model, 9, 0, ["add"])
+    where = {name: index.tolist() for name, index in placement.add.items()}
+    pinned = hashlib.sha256(repr(where).encode()).hexdigest()[:16]
+    assert pinned == PINNED, where
+
+
+PINNED = "fd9fff3f7deb534c"
+
+
+def test_elements_are_spread_uniformly():
+    model = torch.nn.Sequential(
+        torch.nn.Linear(40, 30), torch.nn.LayerNorm(30), torch.nn.Linear(30, 9)
+    )
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    starts = dict(zip(dict(model.named_parameters()), np.cumsum([0, *sizes]), strict=False))
+    hits = np.zeros(sum(sizes))
+    for seed in range(200):
+        for name, index in draw(model, 100, seed, ["add"]).add.items():
+            hits[starts[name] + index.numpy()] += 1
+    assert hits.sum() == 200 * 100
+    pieces = np.array([part.sum() for part in np.array_split(hits, 50)])
+    expected = np.array([len(part) for part in np.array_split(hits, 50)]) * 200 * 100 / sum(sizes)
+    assert stats.chisquare(pieces, expected).pvalue > 1e-3
+    assert hits.max() < 40  # 200 draws of 100 in 1,569: each element 12.7 times on average
+
+
+def test_terms_are_spread_over_the_layers_uniformly():
+    with torch.device("meta"):
+        model = transformers.BertModel(BertConfig(**BERT))
+    names = [n for n, m in model.named_modules() if type(m) is torch.nn.Linear]
+    hits = dict.fromkeys(names, 0)
+    for seed in range(300):
+        for name, (_, up) in draw(model, 2000, seed, ["concat"]).concat.items():
+            hits[name] += up // model.get_submodule(name).out_features
+    assert stats.chisquare(list(hits.values())).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("name", ["bert", "bloom", "t5", "llama", "gpt2"])
+def test_merging_keeps_the_function(name):
+    model = insert(made(name, torch.float64), 900, seed=2, operations=["add", "concat"])
+    plain = set(MODELS[name]().state_dict())
+    scatter(model)
+    expected = still(model)
+    assert not torch.allclose(expected, still(made(name, torch.float64)))
+    merge(model)
+    torch.testing.assert_close(still(model), expected, atol=1e-6, rtol=1e-6)
+    assert set(model.state_dict()) == plain
+    assert type(model) is type(made(name))
+
+
+def test_what_cannot_merge_is_named():
+    model = insert(made("bert"), 50)
+    with pytest.raises(ValueError, match=r"adapters \(plug\) cannot be merged"):
+        merge(model)
+    assert count(strip(model)) == 0
+
+
+@every_model
+def test_saved_as_values_and_a_seed(name, tmp_path):
+    model = insert(made(name), 700, seed=4)
+    scatter(model)
+    file = save(model, tmp_path / "deep" / "theta.safetensors")
+    assert file.stat().st_size < 4 * 700 + 1000
+    again = load(made(name), file)
+    assert torch.equal(still(again), still(model))
+    other = MODELS[name]()
+    with pytest.raises(ValueError, match="other base weights"):
+        load(other, file)
+
+
+def test_another_model_s_positions_are_refused(tmp_path):
+    model = insert(made("bert"), 700, seed=4)
+    file = save(model, tmp_path / "theta.safetensors")
+    with pytest.raises(ValueError, match="positions"):
+        load(made("gpt2"), file)
+
+
+def test_copies_and_pickles():
+    model = insert(made("bert"), 500, seed=6)
+    scatter(model)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(still(again), still(model))
+        assert count(again) == 500
+
+
+def test_bitfit_is_add():
+    ours = attach(made("bert"), Apet(bitfit(made("bert"), heads=["classifier"]), 0))
+    theirs = tune(made("bert"), "bitfit")
+    classifier = sum(p.numel() for n, p in theirs.named_parameters() if n == "classifier.bias")
+    assert count(ours) == count(theirs) - classifier
+    same_steps(ours, theirs)
+
+
+def same_steps(ours, theirs):
+    """Both trained for three steps of SGD compute the same."""
+    for model in (ours, theirs):
+        for name, parameter in model.named_parameters():
+            if name.startswith("classifier"):
+                parameter.requires_grad_(False)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.cross_entropy(output(model), torch.tensor([0, 1, 2])).backward()
+            optimizer.step()
+    assert not torch.allclose(output(ours), output(made("bert")), atol=1e-4)
+    torch.testing.assert_close(output(ours), output(theirs), atol=1e-5, rtol=1e-5)
+
+
+def test_lora_is_concat():
+    targets = ["query", "value"]
+    model = made("bert")
+    ours = attach(model, Apet(lora(model, targets, rank=4, alpha=8), 0))
+    theirs = tune(made("bert"), "lora", rank=4, targets=targets, alpha=8)
+    assert count(ours) == count(theirs) == 2 * 2 * 4 * (32 + 32)
+    layers = dict(theirs.named_modules())
+    with torch.no_grad():
+        for name in ours.apet.placement.concat:
+            w3, _ = ours.get_submodule(name).terms()
+            layers[name].lora_A["default"].weight.copy_(w3)
+    same_steps(ours, theirs)
+
+
+def test_adapters_are_plug():
+    targets = ["attention.output.dense", "output.dense"]
+    model = made("bert")
+    ours = attach(model, Apet(adapter(model, targets, width=5), 0))
+    theirs = tune(made("bert"), "adapter_p", rank=5)  # behind the feed-forward part only
+    both = tune(made("bert"), "adapter_h", rank=5)
+    for parameter_name, parameter in both.named_parameters():
+        parameter.requires_grad_(".adapter." in parameter_name)
+    assert count(ours) == count(both) == 2 * 2 * (2 * 32 * 5 + 5 + 32)
+    assert count(theirs) * 2 == count(ours)
+    with torch.no_grad():
+        for name in ours.apet.placement.plug:
+            both.get_submodule(f"{name}.adapter.down").weight.copy_(
+                ours.get_submodule(name).neurons()[0]
+            )
+            both.get_submodule(f"{name}.adapter.down").bias.zero_()
+    same_steps(ours, both)
+
+
+def test_a_prompt_is_peft_s():
+    import peft
+
+    model = made("gpt2")
+    ours = attach(copy.deepcopy(model), Apet(prompt(5), 0))
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    theirs = peft.get_peft_model(copy.deepcopy(model), config)
+    with torch.no_grad():
+        theirs.prompt_encoder.default.embedding.weight.copy_(ours.apet_prompt)
+    assert count(ours) == count(theirs) == 5 * 32
+    ids = torch.randint(60, (2, 6), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    one = ours(input_ids=ids, attention_mask=mask, labels=ids)
+    other = theirs(input_ids=ids, attention_mask=mask, labels=ids)
+    torch.testing.assert_close(one.logits, other.logits[:, 5:])
+    torch.testing.assert_close(one.loss, other.loss)
+    assert torch.equal(ours(input_ids=ids).logits, one.logits)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bloom", "t5"])
+def test_a_prompted_model_generates_what_it_predicts(name):
+    model = made(name)
+    attach(model, Apet(prompt(4), 1))
+    ids = torch.randint(2, 60, (2, 6), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0  # padded on the left
+    seen = model.generate(
+        ids, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0,
+        eos_token_id=None,
+    )  # fmt: skip
+    with torch.no_grad():
+        if name == "t5":
+            logits = model(input_ids=ids, attention_mask=mask, decoder_input_ids=seen).logits
+            assert torch.equal(logits[:, :-1].argmax(-1), seen[:, 1:])
+            return
+        longer = torch.cat([mask, mask.new_ones(2, 5)], 1)
+        position_ids = (longer.cumsum(1) - 1).clamp(min=0)
+        more = {} if name == "bloom" else {"position_ids": position_ids}
+        logits = model(input_ids=seen, attention_mask=longer, **more).logits
+    assert torch.equal(logits[:, 5:-1].argmax(-1), seen[:, 6:])
+
+
+def test_a_shared_parameter_is_tuned_once_at_every_place():
+    model = made("llama", torch.float64)
+    insert(model, 60 * 32 + 700, seed=0, operations=["add"])
+    scatter(model)
+    assert torch.equal(model.lm_head.tuned("weight"), model.model.embed_tokens.tuned("weight"))
+
+
+def test_gathered_and_dense_gradients_agree():
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(50, n, generator=generator, dtype=torch.float64) for n in (30, 40))
+    index = torch.randperm(1200, generator=generator)[:1000]
+    few = torch.cat([at(left, right, piece, 40) for piece in index.split(20)])
+    torch.testing.assert_close(few, (left.T @ right).flatten()[index])
+    torch.testing.assert_close(at(left, right, index, 40), few)
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Linear, transformers.pytorch_utils.Conv1D])
+def test_the_gradient_is_autograd_s(kind):
+    torch.manual_seed(0)
+    layer = kind(12, 20).double()
+    model = torch.nn.Sequential(layer)
+    insert(model, 25, seed=1, operations=["add"])
+    scatter(model)
+    x = torch.randn(4, 5, *([20] if kind is not torch.nn.Linear else [12]), dtype=torch.float64)
+    weights = torch.randn(4, 5, 12 if kind is not torch.nn.Linear else 20, dtype=torch.float64)
+
+    def loss(values):
+        theta = dict(zip(tunables(model), values, strict=True))
+        return (torch.func.functional_call(model, theta, (x,)) * weights).sum()
+
+    values = [p.detach().double().requires_grad_() for p in tunables(model).values()]
+    assert torch.autograd.gradcheck(lambda *v: loss(v), values)
+
+
+BAD = [
+    ({"budget": 0}, "budget 0 is out of range"),
+    ({"budget": 10**9}, "give a whole number from 1 to that"),
+    ({"budget": 5, "operations": ["prefix"]}, "expected one or more of add, concat, plug"),
+    ({"budget": 5, "operations": []}, "expected one or more of"),
+    ({"budget": 5, "heads": ["head"]}, "begins with one of bert"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_bad_arguments_are_said_and_nothing_is_changed(arguments, message):
+    model = made("bert")
+    with pytest.raises(ValueError, match=message):
+        insert(model, **arguments)
+    assert count(model) == sum(p.numel() for p in model.parameters())
+
+
+def test_an_operation_that_the_architecture_does_not_allow_is_said():
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
+    with pytest.raises(ValueError, match=r"concat, plug cannot be inserted: use operations"):
+        insert(model, 5)
+    assert count(insert(model, 5, operations=["add"])) == 5
+    with pytest.raises(ValueError, match="embeds no tokens"):
+        attach(made("vit"), Apet(prompt(3), 0))
+
+
+def test_what_another_method_changed_is_refused():
+    from lightning_modules.vera import add_vera
+
+    model = add_vera(made("bert"), rank=4, targets=["query"])
+    with pytest.raises(ValueError, match="merge and strip it first"):
+        insert(model, 5)
+    with pytest.raises(ValueError, match="strip"):
+        insert(insert(made("bert"), 5), 5)
+
+
+def test_heads_train_in_full_and_do_not_count():
+    model = insert(made("bert"), 40, heads=["classifier"])
+    assert count(model) == 40 + 3 * 32 + 3
+    assert not any("classifier" in name for name in tunables(model))
