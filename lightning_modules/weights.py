@@ -93,9 +93,7 @@ def read_file(path: Path) -> Any:
 
 
 def load_weights(model: nn.Module, source: str | Path) -> LoadReport:
-    """Copy the weights that fit by name and shape, and log what did not.
-
-    A ViT's position embeddings for another image size are interpolated.
+    """`copy_weights` from a file.
 
     Args:
         model: receives the weights, in place.
@@ -105,14 +103,33 @@ def load_weights(model: nn.Module, source: str | Path) -> LoadReport:
         FileNotFoundError: if there is no such file.
         ValueError: if nothing in it fits the model.
     """
-    state = read_state_dict(source)
+    return copy_weights(model, read_state_dict(source), source)
+
+
+def copy_weights(
+    model: nn.Module, state: Mapping[str, Tensor], source: str | Path = "state_dict"
+) -> LoadReport:
+    """Copy the weights that fit by name and shape, and log what did not.
+
+    A ViT's position embeddings for another image size are interpolated, wherever in the model the
+    ViT is.
+
+    Args:
+        model: receives the weights, in place.
+        state: the weights by name.
+        source: where they come from, for messages.
+
+    Raises:
+        ValueError: if nothing fits the model.
+    """
     own = model.state_dict()
     loaded, reshaped, resampled = {}, [], []
     for name in state.keys() & own.keys():
         value, shape = state[name], own[name].shape
         shapes = f"{name} {tuple(value.shape)} for {tuple(shape)}"
-        if value.shape != shape and name == "pos_embed":
-            value = resample_positions(model, value)
+        owner, _, last = name.rpartition(".")
+        if value.shape != shape and last == "pos_embed":
+            value = resample_positions(model.get_submodule(owner), value)
         if value.shape != shape:
             reshaped.append(shapes)
             continue

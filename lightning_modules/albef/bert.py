@@ -1,0 +1,168 @@
+"""BERT whose upper layers also attend to something else: an image, or a question.
+
+ALBEF (arXiv 2107.07651), Section 3.1: the lower layers read the text alone, the upper ones fuse it
+with the image by cross-attention. The layers are transformers' `BertLayer`; the names are those of
+ALBEF's checkpoints.
+
+transformers takes a layer with cross-attention for a decoder and makes its self-attention causal;
+here that is undone, and an explicit mask says what each token sees.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import BertConfig
+from transformers.models.bert.modeling_bert import (
+    BertEmbeddings,
+    BertLayer,
+    BertLMPredictionHead,
+)
+
+
+class Bert(nn.Module):
+    """Text layers, then fusion layers.
+
+    Args:
+        config: widths, heads, dropout and vocabulary; its number of layers is not used.
+        text_layers: layers that see the text alone.
+        fusion_layers: layers with cross-attention above them.
+        context_width: width of what the fusion layers attend to.
+        causal: each token sees itself and those before it (the answer decoder).
+    """
+
+    def __init__(
+        self,
+        config: BertConfig,
+        text_layers: int,
+        fusion_layers: int,
+        context_width: int,
+        causal: bool = False,
+    ):
+        super().__init__()
+        values = config.to_dict() | {"is_decoder": False, "add_cross_attention": False}
+        alone = BertConfig.from_dict(values, attn_implementation="sdpa")
+        values |= {"is_decoder": True, "add_cross_attention": True}
+        fusing = BertConfig.from_dict(values, attn_implementation="sdpa")
+        self.config, self.text_layers, self.causal = alone, text_layers, causal
+        self.embeddings = BertEmbeddings(alone)
+        layers = [BertLayer(alone) for _ in range(text_layers)]
+        for _ in range(fusion_layers):
+            layer = BertLayer(fusing)
+            layer.attention.self.is_causal = False
+            attention = layer.crossattention.self
+            attention.key = nn.Linear(context_width, config.hidden_size)
+            attention.value = nn.Linear(context_width, config.hidden_size)
+            layers.append(layer)
+        self.encoder = nn.ModuleDict({"layer": nn.ModuleList(layers)})
+        self.apply(self._initialise)
+
+    @property
+    def layers(self) -> Sequence[BertLayer]:
+        """Text layers, then fusion layers."""
+        return self.encoder["layer"]  # type: ignore[return-value]
+
+    def text(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """The text alone.
+
+        Args:
+            ids: tokens (B, L).
+            mask: 1 for tokens, 0 for padding (B, L).
+
+        Returns:
+            States (B, L, D).
+        """
+        states, visible = self.embeddings(ids), self._visible(mask)
+        for layer in self.layers[: self.text_layers]:
+            states = layer(states, visible)
+        return states
+
+    def fuse(
+        self, states: Tensor, mask: Tensor, context: Tensor, context_mask: Tensor | None = None
+    ) -> Tensor:
+        """The text with an image, or with whatever else the cross-attention looks at.
+
+        Args:
+            states: of the text alone (B, L, D).
+            mask: of its tokens (B, L).
+            context: (B, N, context_width).
+            context_mask: (B, N); all of it when None.
+
+        Returns:
+            States (B, L, D).
+        """
+        visible = self._visible(mask)
+        seen = None if context_mask is None else _additive(context_mask[:, None, None, :].bool())
+        for layer in self.layers[self.text_layers :]:
+            states = layer(states, visible, context, seen)
+        return states
+
+    def forward(
+        self, ids: Tensor, mask: Tensor, context: Tensor, context_mask: Tensor | None = None
+    ) -> Tensor:
+        """All layers, (B, L) → (B, L, D)."""
+        return self.fuse(self.text(ids, mask), mask, context, context_mask)
+
+    def _visible(self, mask: Tensor) -> Tensor:
+        """What each token's self-attention adds to its scores, (B, 1, 1 or L, L)."""
+        visible = mask[:, None, None, :].bool()
+        if self.causal:
+            length = mask.shape[1]
+            past = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+            visible = visible & past
+        return _additive(visible)
+
+    def _initialise(self, module: nn.Module) -> None:
+        """BERT's: normal of the configuration's deviation, biases and the padding at 0."""
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            with torch.no_grad():
+                module.weight[module.padding_idx].zero_()
+
+
+class TokenHead(BertLMPredictionHead):
+    """Logits of the vocabulary; the output weights are the input embeddings'.
+
+    ALBEF's checkpoints hold the output bias under two names, of which transformers adds one. Here
+    the logits get the mean of both: equal ones, as in the checkpoints, count once, both train
+    alike, and neither is left without a gradient.
+    """
+
+    def __init__(self, bert: Bert):
+        super().__init__(bert.config)
+        self.decoder.weight = bert.embeddings.word_embeddings.weight
+        nn.init.zeros_(self.decoder.bias)
+        nn.init.normal_(self.transform.dense.weight, std=bert.config.initializer_range)
+        nn.init.zeros_(self.transform.dense.bias)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """(…, D) → (…, vocabulary)."""
+        bias = (self.decoder.bias + self.bias) / 2
+        return F.linear(self.transform(states), self.decoder.weight, bias)
+
+
+class TokenBert(nn.Module):
+    """A `Bert` that predicts tokens: masked ones (pre-training), or the next one (answers).
+
+    Args:
+        bert: see `Bert`.
+    """
+
+    def __init__(self, bert: Bert):
+        super().__init__()
+        self.bert = bert
+        self.cls = nn.ModuleDict({"predictions": TokenHead(bert)})
+
+    def predict(self, states: Tensor) -> Tensor:
+        """Logits of the vocabulary for states (…, D)."""
+        return self.cls["predictions"](states)
+
+
+def _additive(visible: Tensor) -> Tensor:
+    """0 where visible, the lowest float32 elsewhere, as transformers' attention takes it."""
+    lowest = torch.finfo(torch.float32).min
+    return torch.zeros(visible.shape, device=visible.device).masked_fill(~visible, lowest)

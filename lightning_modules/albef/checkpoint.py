@@ -1,0 +1,96 @@
+"""ALBEF's checkpoints, and the ViT and BERT that an ALBEF starts from."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor, nn
+from transformers import BertForMaskedLM
+
+from lightning_modules.albef.model import ALBEF, AnswerModel
+from lightning_modules.weights import LoadReport, copy_weights, load_weights, read_state_dict
+
+LAYER = re.compile(r"encoder\.layer\.(\d+)\.")
+
+
+def load_albef(model: ALBEF, source: str | Path) -> LoadReport:
+    """Copy an ALBEF's weights, by the names of its released checkpoints, and log what did not fit.
+
+    The checkpoint may be of another task: pre-training calls its text layers
+    `text_encoder.bert.…`, the downstream tasks `text_encoder.…`. An answer decoder that the
+    checkpoint lacks starts from the fusion layers, the embeddings and the token head (as ALBEF's
+    VQA does). Positions for other image sizes are interpolated. The weights that belong to a
+    momentum model, and the queue, are left out: the report calls them unexpected.
+
+    Args:
+        model: receives the weights, in place.
+        source: a checkpoint of ALBEF, of this repository's modules, or a state_dict.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if nothing in it fits.
+    """
+    return copy_weights(model, albef_names(model, read_state_dict(source)), source)
+
+
+def albef_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of an ALBEF by the names that they have in this model."""
+    prefix = "model."
+    if any(name.startswith(prefix) for name in state):  # a Lightning checkpoint
+        state = {n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix)}
+    state = {_plain(name): value for name, value in state.items()}
+    if isinstance(model, AnswerModel) and not any(n.startswith("text_decoder.") for n in state):
+        state |= _decoder(state, model.bert.text_layers)
+    if "temp" in state:
+        state["temp"] = state["temp"].reshape(1)
+    ours = {_plain(name): name for name in model.state_dict()}
+    return {ours.get(name, name): value for name, value in state.items()}
+
+
+def start_vision(model: ALBEF, source: str | Path) -> LoadReport:
+    """Give the image encoder the weights of a ViT, by timm's names.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if nothing in it fits.
+    """
+    return load_weights(model.visual_encoder, source)
+
+
+def start_text(model: ALBEF, source: str | Path) -> LoadReport:
+    """Give the text and fusion layers the weights of a BERT, its first layers to the text.
+
+    What a BERT lacks, the cross-attention, stays as it is, and so do layers beyond its depth.
+
+    Args:
+        model: receives the weights, in place.
+        source: a hub name, or a folder that transformers reads.
+
+    Raises:
+        OSError: if there is no such BERT.
+        ValueError: if nothing in it fits.
+    """
+    bert = BertForMaskedLM.from_pretrained(str(source))
+    state = {f"text_encoder.{name}": value for name, value in bert.state_dict().items()}
+    return copy_weights(model, albef_names(model, state), source)
+
+
+def _plain(name: str) -> str:
+    """A name without the step that pre-training's text encoder adds."""
+    return re.sub(r"^(text_(?:en|de)coder)\.bert\.", r"\1.", name)
+
+
+def _decoder(state: Mapping[str, Tensor], text_layers: int) -> dict[str, Tensor]:
+    """The answer decoder's start: what the text encoder has, layers counted from the fusion."""
+    decoder = {}
+    for name, value in state.items():
+        if not name.startswith("text_encoder."):
+            continue
+        place = LAYER.search(name)
+        if place:
+            layer = int(place[1]) - text_layers
+            if layer < 0:
+                continue
+            name = name.replace(place[0], f"encoder.layer.{layer}.")
+        decoder[name.replace("text_encoder.", "text_decoder.", 1)] = value
+    return decoder
