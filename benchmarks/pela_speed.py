@@ -34,8 +34,7 @@ from torch import nn
 
 from benchmarks.paired import ImageCase, machine, markdown, ratio, rounds
 from lightning_modules.counting import count_macs, count_parameters
-from lightning_modules.pela import factorize, plan_uniform
-from lightning_modules.pela.factorize import low_rank_layers
+from lightning_modules.pela import factorize, low_rank_layers, plan_uniform
 
 KAPPA = 2.0
 SPEED_UP, FACTORIZE = 0.9, 5.0  # goals: share of the multiply-add ratio; times faster

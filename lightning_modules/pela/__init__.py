@@ -1,9 +1,11 @@
 """PELA (arXiv 2310.10700): low-rank factors of a pre-trained Transformer, repaired before use."""
 
 from lightning_modules.pela.calibration import Calibration
+from lightning_modules.pela.compress import compress
 from lightning_modules.pela.energy import plan_energy
-from lightning_modules.pela.factorize import factorize, merge, plan_of, plan_uniform
+from lightning_modules.pela.factorize import factorize, merge, plan_uniform
 from lightning_modules.pela.features import Features
+from lightning_modules.pela.layers import low_rank_layers, plan_of
 from lightning_modules.pela.losses import feature_distillation, weight_perturbation
 from lightning_modules.pela.module import PELA
 
@@ -11,8 +13,10 @@ __all__ = [
     "PELA",
     "Calibration",
     "Features",
+    "compress",
     "factorize",
     "feature_distillation",
+    "low_rank_layers",
     "merge",
     "plan_energy",
     "plan_of",

@@ -1,37 +1,48 @@
-"""Second moments of the layers' inputs, for factors that fit the data as well as the weight.
+"""What a layer's inputs are like, for factors that fit the data as well as the weight.
 
-Beyond the paper. For inputs x of a layer, C = E[x xᵀ], the mean over all tokens seen; what
-`factorize(moments=…)` does with it stands there.
+Beyond the paper. Each kind gives a matrix C for every layer, with which `factorize(moments=…)`
+decomposes W · L, C = L · Lᵀ (see there):
+
+    whitened   C = E[x xᵀ], the mean over all tokens seen (SVD-LLM, arXiv 2403.07378)
+    asvd       C = diag(E|x|), so that L is diag(E|x|)^½ (ASVD, arXiv 2312.05821, α = ½; its search
+               for ranks is left out)
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lightning_modules.pela.factorize import SKIP, find_layers
+from lightning_modules.pela.layers import find_layers
+
+Kind = Literal["whitened", "asvd"]
 
 
 class Calibration:
     """Collects C for every layer that would be factorised, while the model runs on some inputs.
 
         with Calibration(model) as calibration:
-            for images in batches:
-                model(images)
+            run(model, batches)
         factorize(model, moments=calibration.moments())
 
-    It holds one (d_in, d_in) matrix for each layer, in float64: what LayerNorm gives has a
-    direction without variance, and a float32 sum of products is then often not positive definite.
+    It holds one matrix (d_in, d_in), or one vector for asvd, for each layer, in float64: what
+    LayerNorm gives has a direction without variance, and a float32 sum of products is then often
+    not positive definite.
 
     Args:
         model: a dense model.
         skip: as for `factorize`.
+        kind: "whitened" or "asvd".
 
     Raises:
-        ValueError: as `find_layers` does.
+        ValueError: as `find_layers` does, or for another kind.
     """
 
-    def __init__(self, model: nn.Module, skip: Sequence[str] = SKIP):
+    def __init__(self, model: nn.Module, skip: Sequence[str] = (), kind: Kind = "whitened"):
+        if kind not in ("whitened", "asvd"):
+            raise ValueError(f"unknown kind {kind!r} of calibration: expected 'whitened' or 'asvd'")
+        self.kind = kind
         self.layers = find_layers(model, skip)
         self.sums: dict[str, Tensor] = {}
         self.tokens = dict.fromkeys(self.layers, 0)
@@ -60,17 +71,41 @@ class Calibration:
                     f"{name} has seen no input: run the model inside `with Calibration(model)`, "
                     f"or add {name!r} to skip"
                 )
-            moments[name] = self.sums[name] / tokens
-            if not torch.isfinite(moments[name]).all():
+            mean = self.sums[name] / tokens
+            if not torch.isfinite(mean).all():
                 raise ValueError(f"{name} has seen NaN or infinite inputs: calibrate on sound data")
+            moments[name] = mean if self.kind == "whitened" else mean.diag()
         return moments
 
     def _hook(self, name: str):
         def add(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             x = inputs[0].detach().flatten(0, -2).double()
             with torch.autocast(x.device.type, enabled=False):
-                product = x.T @ x
-            self.sums[name] = self.sums[name] + product if name in self.sums else product
+                total = x.T @ x if self.kind == "whitened" else x.abs().sum(0)
+            self.sums[name] = self.sums[name] + total if name in self.sums else total
             self.tokens[name] += len(x)
 
         return add
+
+
+@torch.no_grad()
+def run(model: nn.Module, batches: Iterable[Any]) -> None:
+    """Call the model in eval mode on every batch; the mode is then as it was.
+
+    Args:
+        model: any; batches are moved to the device of its first parameter.
+        batches: what the model takes: a tensor, a tuple of arguments, or a dictionary of keyword
+            arguments.
+    """
+    device = next(model.parameters()).device
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        for batch in batches:
+            named = batch if isinstance(batch, Mapping) else {}
+            listed = () if named else batch if isinstance(batch, tuple | list) else (batch,)
+            move = [part.to(device) if torch.is_tensor(part) else part for part in listed]
+            model(*move, **{n: v.to(device) if torch.is_tensor(v) else v for n, v in named.items()})
+    finally:
+        for module, training in modes.items():
+            module.training = training

@@ -12,7 +12,8 @@ import timm
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lightning_modules.pela.factorize import factorize, plan_of
+from lightning_modules.pela.factorize import factorize
+from lightning_modules.pela.layers import plan_of
 from lightning_modules.weights import LoadReport, load_weights, read_file, read_state_dict
 
 FORMAT = 1
@@ -147,9 +148,9 @@ def read_plan(folder: str | Path) -> dict[str, Any]:
         plan = json.loads(file.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is not readable JSON ({error}): save the model again") from error
-    found = plan.get("format") if isinstance(plan, dict) else None
-    if found != FORMAT:
-        raise ValueError(f"{file} has format {found!r}, expected {FORMAT}: save the model again")
+    version = plan.get("format") if isinstance(plan, dict) else None
+    if version != FORMAT:
+        raise ValueError(f"{file} has format {version!r}, expected {FORMAT}: save the model again")
     missing = {"architecture", "model_args", "ranks"} - plan.keys()
     if missing:
         raise ValueError(f"{file} lacks {', '.join(sorted(missing))}: save the model again")

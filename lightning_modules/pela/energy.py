@@ -5,19 +5,26 @@ d_in + d_out parameters and adds σ²/Σσ² to the share of the layer's energy 
 are those whose gain for each parameter is largest.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 
-from lightning_modules.pela.factorize import SKIP, find_layers, plan_uniform, singular_values
+from lightning_modules.pela.factorize import (
+    plan_uniform,
+    require_finite,
+    require_moment,
+    singular_values,
+)
+from lightning_modules.pela.layers import dense_weight, find_layers, sizes
 
 
 def plan_energy(
     model: nn.Module,
     ratio: float = 2.0,
-    skip: Sequence[str] = SKIP,
+    skip: Sequence[str] = (),
     moments: Mapping[str, Tensor] | None = None,
+    multiple: int = 1,
 ) -> dict[str, int]:
     """A plan with at most as many parameters as the uniform one, that keeps more energy.
 
@@ -42,24 +49,23 @@ def plan_energy(
         raise ValueError(
             f"ratio is {ratio}: expected at least 1, below it low rank costs more than dense"
         )
-    uniform = plan_uniform(model, ratio, skip)
+    uniform = plan_uniform(model, ratio, skip, multiple)
     layers = find_layers(model, skip)
     shares: dict[str, Tensor] = {}
     for name, layer in layers.items():
         if layer.weight.is_meta:
             raise ValueError(f"{name} is on the meta device: energy ranks need the weights")
-        if moments is not None and name not in moments:
-            raise ValueError(f"moments lack {name}: calibrate with the same skip and model")
-        if not torch.isfinite(layer.weight).all():
-            raise ValueError(f"{name}.weight has NaN or infinite values: load sound weights")
+        require_moment(name, moments)
+        require_finite(name, layer)
         moment = None if moments is None else moments[name]
-        energy = singular_values(layer.weight, moment).double() ** 2
+        energy = singular_values(dense_weight(layer), moment).double() ** 2
         if energy.sum() == 0:
             raise ValueError(f"{name}.weight is zero: it has no energy, add {name!r} to skip")
         shares[name] = (energy / energy.sum()).cpu()
-    costs = {name: layer.in_features + layer.out_features for name, layer in layers.items()}
-    caps = {n: layer.in_features * layer.out_features // costs[n] for n, layer in layers.items()}
-    ranks = _spend(shares, costs, caps, budget=sum(uniform[n] * costs[n] for n in uniform))
+    costs = {name: sum(sizes(layer)) for name, layer in layers.items()}
+    caps = {n: math.prod(sizes(layer)) // costs[n] for n, layer in layers.items()}
+    budget = sum(uniform[name] * costs[name] for name in uniform)
+    ranks = _spend(shares, costs, caps, budget, multiple)
 
     def kept(plan: Mapping[str, int]) -> float:
         return sum(float(shares[name][:rank].sum()) for name, rank in plan.items())
@@ -68,21 +74,25 @@ def plan_energy(
 
 
 def _spend(
-    shares: Mapping[str, Tensor], costs: Mapping[str, int], caps: Mapping[str, int], budget: int
+    shares: Mapping[str, Tensor],
+    costs: Mapping[str, int],
+    caps: Mapping[str, int],
+    budget: int,
+    step: int,
 ) -> dict[str, int]:
-    """Give ranks to layers, best gain for each parameter first, while the budget lasts."""
-    ranks = dict.fromkeys(shares, 1)
-    budget -= sum(costs.values())
+    """Give ranks to layers, `step` at a time, best gain for each parameter first."""
+    ranks = {name: min(step, cap) for name, cap in caps.items()}
+    budget -= sum(ranks[name] * costs[name] for name in ranks)
     gains = [
-        (gain / costs[name], name)
+        (float(share[start : start + step].sum()) / costs[name], name)
         for name, share in shares.items()
-        for gain in share[1 : caps[name]].tolist()
+        for start in range(step, caps[name] - step + 1, step)
     ]
     full: set[str] = set()
     for _, name in sorted(gains, key=lambda gain: -gain[0]):
-        if name in full or costs[name] > budget:
+        if name in full or costs[name] * step > budget:
             full.add(name)
             continue
-        ranks[name] += 1
-        budget -= costs[name]
+        ranks[name] += step
+        budget -= costs[name] * step
     return ranks

@@ -49,6 +49,8 @@ class Features:
                 teacher(images)
             loss = feature_distillation(s.take(), t.take())
 
+    Every call is recorded: a layer that a forward pass runs twice (a text encoder on two texts)
+    gives two features. What gradient checkpointing computes again during a backward pass is not.
     The hooks also leave with `close()`. They do not act on deep copies of the model.
 
     Args:
@@ -77,23 +79,23 @@ class Features:
                     )
             targets = {name: modules[name] for name in names}
         self.names = tuple(targets)
-        self.kept: dict[str, Tensor] = {}
-        self.handles = [_keep(module, name, self.kept, pooled) for name, module in targets.items()]
+        self.kept: dict[str, list[Tensor]] = {name: [] for name in targets}
+        self.handles = [_keep(targets[name], self.kept[name], pooled) for name in targets]
 
     def take(self) -> list[Tensor]:
-        """The outputs of the last forward pass, in the order of `names`; they are then let go.
+        """The outputs since the last call, in the order of `names`, then of runs; they are let go.
 
         Raises:
             ValueError: if a layer has not run since the last call.
         """
-        missing = [name for name in self.names if name not in self.kept]
+        missing = [name for name in self.names if not self.kept[name]]
         if missing:
             raise ValueError(
                 f"no feature from {', '.join(missing[:4])}: run the model before take(), once for "
                 "each call"
             )
-        taken = [self.kept[name] for name in self.names]
-        self.kept.clear()
+        taken = [feature for name in self.names for feature in self.kept[name]]
+        self._let_go()
         return taken
 
     def close(self) -> None:
@@ -101,7 +103,11 @@ class Features:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
-        self.kept.clear()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for features in self.kept.values():
+            features.clear()
 
     def __enter__(self) -> "Features":
         return self
@@ -110,20 +116,15 @@ class Features:
         self.close()
 
 
-def _keep(
-    module: nn.Module, name: str, kept: dict[str, Tensor], pooled: bool
-) -> torch.utils.hooks.RemovableHandle:
-    def before(hooked: nn.Module, inputs: Any) -> None:
-        if hooked is module:
-            kept[name] = inputs[0]
-
-    def after(hooked: nn.Module, inputs: Any, output: Any) -> None:
-        if hooked is module:
-            kept[name] = output if torch.is_tensor(output) else output[0]
+def _keep(module: nn.Module, kept: list[Tensor], pooled: bool) -> torch.utils.hooks.RemovableHandle:
+    def keep(hooked: nn.Module, value: Any) -> None:
+        in_backward = torch._C._current_graph_task_id() != -1
+        if hooked is module and not in_backward:
+            kept.append(value if torch.is_tensor(value) else value[0])
 
     if pooled:
-        return module.register_forward_pre_hook(before)
-    return module.register_forward_hook(after)
+        return module.register_forward_pre_hook(lambda hooked, inputs: keep(hooked, inputs))
+    return module.register_forward_hook(lambda hooked, _, output: keep(hooked, output))
 
 
 def _classifier(model: nn.Module) -> nn.Module:

@@ -6,21 +6,29 @@ released code differ, setting="paper" or "released" chooses.
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_modules.pela.factorize import LowRankLinear, low_rank_layers
+from lightning_modules.pela.layers import (
+    Linear,
+    dense_weight,
+    factors_of,
+    low_rank_layers,
+    precise,
+)
 
 Setting = Literal["paper", "released"]
+Pair = tuple[nn.Linear, nn.Linear, Tensor]  # u, v and the original weight W (d_out, d_in)
 
 
 def feature_distillation(
     student_features: Sequence[Tensor],
     teacher_features: Sequence[Tensor],
+    masks: Sequence[Tensor | None] | None = None,
     setting: Setting = "paper",
 ) -> Tensor:
     """Eq. 4: the distance between student's and teacher's layer outputs.
@@ -35,13 +43,16 @@ def feature_distillation(
     Args:
         student_features: N tensors (B, …), of blocks (B, tokens, D) or a pooled (B, D).
         teacher_features: N tensors of the same shapes.
+        masks: for each feature which tokens count, (B, tokens), true or 1 where there is no
+            padding (transformers' attention_mask); None for all of them. Padding then adds
+            nothing to the sum nor to the number that the mean divides by.
         setting: "paper" or "released".
 
     Returns:
         A scalar.
 
     Raises:
-        ValueError: if the features differ in number or shape, or there are none.
+        ValueError: if the features or masks differ in number or shape, or there are none.
     """
     _check_setting(setting)
     shapes = [[tuple(f.shape) for f in side] for side in (student_features, teacher_features)]
@@ -50,24 +61,37 @@ def feature_distillation(
             f"the student gives {len(shapes[0])} features and the teacher {len(shapes[1])}: "
             "expected the same number, at least one; take them from matching layers"
         )
-    for i, (own, other) in enumerate(zip(*shapes, strict=True)):
-        if own != other:
+    for i, (of_student, of_teacher) in enumerate(zip(*shapes, strict=True)):
+        if of_student != of_teacher:
             raise ValueError(
-                f"feature {i} is {own} in the student and {other} in the teacher: expected the "
-                "same shape; take them from matching layers and the same inputs"
+                f"feature {i} is {of_student} in the student and {of_teacher} in the teacher: "
+                "expected the same shape; take them from matching layers and the same inputs"
             )
+    if masks is None:
+        masks = [None] * len(shapes[0])
+    elif len(masks) != len(shapes[0]):
+        raise ValueError(f"{len(masks)} masks for {len(shapes[0])} features: expected one for each")
     terms = []
     with torch.autocast(student_features[0].device.type, enabled=False):
-        for student, teacher in zip(student_features, teacher_features, strict=True):
-            squares = (_precise(student) - _precise(teacher.detach())).square()
-            terms.append(
-                squares.sum() / (2 * len(squares)) if setting == "paper" else squares.mean()
-            )
+        triples = zip(student_features, teacher_features, masks, strict=True)
+        for i, (student, teacher, mask) in enumerate(triples):
+            squares = (precise(student) - precise(teacher.detach())).square()
+            count: Any = squares.numel()
+            if mask is not None:
+                if mask.shape != squares.shape[:2] or squares.ndim != 3:
+                    raise ValueError(
+                        f"mask {i} is {tuple(mask.shape)} for a feature {tuple(squares.shape)}: "
+                        "expected (batch, tokens)"
+                    )
+                squares = squares.masked_fill(~mask.bool()[..., None], 0)
+                count = mask.bool().sum().clamp(min=1) * squares.shape[-1]
+            total = squares.sum()
+            terms.append(total / (2 * len(squares)) if setting == "paper" else total / count)
         return torch.stack(terms).mean()
 
 
 def weight_perturbation(
-    student: nn.Module | Iterable[tuple[LowRankLinear, Tensor]],
+    student: nn.Module | Iterable[Pair],
     teacher: nn.Module | None = None,
     p: float = math.inf,
     epsilon: float = 0.0,
@@ -86,7 +110,7 @@ def weight_perturbation(
     a time: each is computed again in the backward pass. Gradients reach the student only.
 
     Args:
-        student: a low-rank model, or its pairs from `weight_pairs`.
+        student: a low-rank model, or its pairs from `weight_pairs`, which says what is left out.
         teacher: the dense model that it came from; None when student is pairs.
         p: the norm's exponent, at least 1, or math.inf.
         epsilon: radius ε, at least 0 (released: 0 for Swin, 1e-3 for ALBEF).
@@ -112,48 +136,55 @@ def weight_perturbation(
         pairs = list(student)
     if not pairs:
         raise ValueError("no pairs of layer and weight: take them from weight_pairs")
-    excess = torch.stack([_distance(layer, weight, p) for layer, weight in pairs]) - epsilon
+    excess = torch.stack([_distance(u.weight, v.weight, w, p) for u, v, w in pairs]) - epsilon
     return excess.sum() if setting == "paper" else excess.square().mean()
 
 
-def weight_pairs(student: nn.Module, teacher: nn.Module) -> list[tuple[LowRankLinear, Tensor]]:
-    """Every low-rank layer of the student with the teacher's weight of the same name.
+def weight_pairs(student: nn.Module, teacher: nn.Module) -> list[Pair]:
+    """u and v of every low-rank layer that trains, with the teacher's weight of the same name.
+
+    Layers that do not train, such as the momentum copies of ALBEF, are left out.
 
     Raises:
-        ValueError: if the student has no low-rank layer, or the teacher lacks one of its layers.
+        ValueError: if the student has no low-rank layer that trains, one carries an adapter, or
+            the teacher lacks one of its layers.
     """
-    layers = low_rank_layers(student)
+    layers = {
+        name: layer
+        for name, layer in low_rank_layers(student).items()
+        if any(parameter.requires_grad for parameter in layer.parameters())
+    }
     if not layers:
         raise ValueError(
-            f"the student {type(student).__name__} has no low-rank layer: call factorize first"
+            f"the student {type(student).__name__} has no low-rank layer that trains: call "
+            "factorize first, and leave its weights trainable"
         )
-    dense = dict(teacher.named_modules())
+    modules = dict(teacher.named_modules())
     pairs = []
     for name, layer in layers.items():
-        original = dense.get(name)
-        size = (layer.in_features, layer.out_features)
-        if not isinstance(original, nn.Linear):
+        (u, v), original = factors_of(name, layer), modules.get(name)
+        if not isinstance(original, Linear):
             raise ValueError(
                 f"the teacher {type(teacher).__name__} has no dense layer {name}: give the model "
                 "that the student was factorised from"
             )
-        if (original.in_features, original.out_features) != size:
+        weight = dense_weight(original).detach()
+        size = (u.in_features, v.out_features)
+        if tuple(weight.shape) != size[::-1]:
             raise ValueError(
-                f"{name} is {size[0]} → {size[1]} in the student and {original.in_features} → "
-                f"{original.out_features} in the teacher: give the model that the student was "
+                f"{name} is {size[0]} → {size[1]} in the student and {weight.shape[1]} → "
+                f"{weight.shape[0]} in the teacher: give the model that the student was "
                 "factorised from"
             )
-        pairs.append((layer, original.weight.detach()))
+        pairs.append((u, v, weight))
     return pairs
 
 
-def _distance(layer: LowRankLinear, weight: Tensor, p: float) -> Tensor:
-    u, v = layer.u.weight, layer.v.weight
-
+def _distance(u: Tensor, v: Tensor, weight: Tensor, p: float) -> Tensor:
     def norm(u: Tensor, v: Tensor) -> Tensor:
         with torch.autocast(u.device.type, enabled=False):
-            product = _precise(_whole(v)) @ _precise(_whole(u))
-            return torch.linalg.vector_norm(product - _precise(_whole(weight.detach())), p)
+            product = precise(_whole(v)) @ precise(_whole(u))
+            return torch.linalg.vector_norm(product - precise(_whole(weight)), p)
 
     distance = checkpoint(norm, u, v, use_reentrant=False, preserve_rng_state=False)
     assert isinstance(distance, Tensor)
@@ -163,10 +194,6 @@ def _distance(layer: LowRankLinear, weight: Tensor, p: float) -> Tensor:
 def _whole(tensor: Tensor) -> Tensor:
     """A sharded parameter (FSDP2), gathered."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _precise(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _check_setting(setting: str) -> None:

@@ -20,7 +20,7 @@ from lightning_modules.optim import (
 )
 from lightning_modules.pela.checkpoint import start_from
 from lightning_modules.pela.energy import plan_energy
-from lightning_modules.pela.factorize import SKIP, factorize, plan_uniform
+from lightning_modules.pela.factorize import factorize, plan_uniform
 from lightning_modules.pela.features import Features
 from lightning_modules.pela.losses import feature_distillation, weight_perturbation
 from lightning_modules.pela.rivals import maskalign, tinybert
@@ -48,7 +48,7 @@ class PELA(L.LightningModule):
         teacher_from: the teacher's weights; null when init_from or the hub gives dense ones.
         ratio: κ, which leaves 1/κ of each layer; null leaves the weights as they come, dense or
             low-rank.
-        skip: layers to leave dense, see pela.factorize.
+        skip: layers to leave dense beside pela.layers.SKIP.
         allocation: "uniform", κ for every layer (the paper); "energy", ranks from the singular
             values under the same budget.
         ranks: rank of each layer by name, instead of ratio and allocation. The module fills it in
@@ -81,7 +81,7 @@ class PELA(L.LightningModule):
         init_from: str | None = None,
         teacher_from: str | None = None,
         ratio: float | None = 2.0,
-        skip: list[str] = list(SKIP),  # noqa: B006  (jsonargparse)
+        skip: list[str] = [],  # noqa: B006  (jsonargparse)
         allocation: Literal["uniform", "energy"] = "uniform",
         ranks: dict[str, int] | None = None,
         alpha: float = 1.0,
@@ -219,7 +219,7 @@ class PELA(L.LightningModule):
             logits = student(images)
             with torch.no_grad():
                 teacher(images)
-            return logits, feature_distillation(own.take(), other.take(), h.setting)
+            return logits, feature_distillation(own.take(), other.take(), setting=h.setting)
 
     def _teacher(self) -> nn.Module:
         if self.teacher is None:

@@ -19,7 +19,6 @@ from lightning_modules.optim import (
 from lightning_modules.pela.downstream.detection import Detector, postprocess
 from lightning_modules.pela.downstream.pyramid import Pyramid, build_backbone
 from lightning_modules.pela.downstream.segmentation import Segmenter, segmentation_loss
-from lightning_modules.pela.factorize import SKIP
 from lightning_modules.weights import refuse_another_model
 
 
@@ -54,7 +53,7 @@ class Downstream(L.LightningModule):
         pretrained: bool = False,
         init_from: str | None = None,
         ratio: float | None = None,
-        skip: list[str] = list(SKIP),  # noqa: B006  (jsonargparse)
+        skip: list[str] = [],  # noqa: B006  (jsonargparse)
         ranks: dict[str, int] | None = None,
         lr: float = 1e-4,
         backbone_lr: float = 1.0,

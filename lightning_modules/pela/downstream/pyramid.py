@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from lightning_modules.backbones import build_vision
 from lightning_modules.pela.checkpoint import start_from
-from lightning_modules.pela.factorize import SKIP, factorize, low_rank_layers, plan_of, plan_uniform
+from lightning_modules.pela.factorize import factorize, plan_uniform
+from lightning_modules.pela.layers import low_rank_layers, plan_of
 
 LEVELS = 4
 
@@ -19,7 +20,7 @@ def build_backbone(
     pretrained: bool = False,
     init_from: str | None = None,
     ratio: float | None = None,
-    skip: Sequence[str] = SKIP,
+    skip: Sequence[str] = (),
     ranks: Mapping[str, int] | None = None,
 ) -> tuple[nn.Module, dict[str, int] | None]:
     """A timm model without its head, with its weights, dense or low-rank.

@@ -9,7 +9,6 @@ from transformers import BertConfig, BertForMaskedLM
 
 from lightning_modules.pela import factorize, plan_of
 from lightning_modules.pela.checkpoint import load, save
-from lightning_modules.pela.factorize import SKIP
 from lightning_modules.weights import read_state_dict
 
 NAME = "vit_tiny_patch16_224"
@@ -59,7 +58,7 @@ def test_a_transformers_model_with_tied_weights(tmp_path):
         num_attention_heads=4,
         intermediate_size=64,
     )
-    model = factorize(BertForMaskedLM(config).eval(), skip=(*SKIP, "cls"))
+    model = factorize(BertForMaskedLM(config).eval())
     folder = save(model, tmp_path)
     with pytest.raises(ValueError, match="names no timm architecture: give load the dense model"):
         load(folder)

@@ -9,7 +9,8 @@ from torch import nn
 
 from lightning_modules.counting import count_parameters
 from lightning_modules.pela import Calibration, factorize, plan_energy, plan_uniform
-from lightning_modules.pela.factorize import find_layers
+from lightning_modules.pela.factorize import product
+from lightning_modules.pela.layers import find_layers
 
 
 def vit():
@@ -34,7 +35,7 @@ def errors(dense, low_rank, moments=None):
     """Each layer's squared error as a share of its energy, of the weight or of the output."""
     shares = []
     for name, layer in find_layers(dense).items():
-        difference = low_rank.get_submodule(name).weight - layer.weight
+        difference = product(*low_rank.get_submodule(name)) - layer.weight
         moment = torch.eye(layer.in_features).double() if moments is None else moments[name]
         energy = (layer.weight @ moment * layer.weight).sum()
         shares.append(((difference @ moment * difference).sum() / energy).item())

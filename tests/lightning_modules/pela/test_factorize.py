@@ -6,22 +6,28 @@ import pytest
 import timm
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from lightning_modules.counting import count_macs, count_parameters
-from lightning_modules.pela import Calibration, factorize, merge, plan_energy, plan_of, plan_uniform
-from lightning_modules.pela.factorize import SKIP, LowRankLinear, factors, singular_values
+from lightning_modules.pela import (
+    Calibration,
+    factorize,
+    low_rank_layers,
+    merge,
+    plan_energy,
+    plan_of,
+    plan_uniform,
+)
+from lightning_modules.pela.factorize import factors, singular_values
 
-KEEP_PROJ = (*SKIP, "attn.proj")
 COUNTS = [
-    ("deit_base_patch16_224", 2, SKIP, (86_567_656, "17.564"), (44_081_896, "9.194")),
-    ("deit_base_patch16_224", 3, SKIP, (86_567_656, "17.564"), (29_870_824, "6.395")),
-    ("deit3_large_patch16_224", 2, SKIP, (304_374_760, "61.555"), (153_232_360, "31.780")),
+    ("deit_base_patch16_224", 2, (), (86_567_656, "17.564"), (44_081_896, "9.194")),
+    ("deit_base_patch16_224", 3, (), (86_567_656, "17.564"), (29_870_824, "6.395")),
+    ("deit3_large_patch16_224", 2, (), (304_374_760, "61.555"), (153_232_360, "31.780")),
     (
         "swin_base_patch4_window7_224",
         1.5,
-        KEEP_PROJ,
+        ("attn.proj",),
         (87_768_224, "15.431"),
         (62_164_128, "10.904"),
     ),
@@ -98,7 +104,7 @@ def test_which_layers_of_a_vit_are_factorised():
     assert type(model.head) is nn.Linear
     layer = model.blocks[0].mlp.fc1
     assert layer.u.bias is None and layer.v.bias is not None
-    assert (layer.in_features, layer.rank, layer.out_features) == (32, 12, 128)
+    assert (layer.u.in_features, layer.u.out_features, layer.v.out_features) == (32, 12, 128)
 
 
 def test_skip_takes_whole_parts_wildcards_and_few_outputs():
@@ -111,7 +117,7 @@ def test_skip_takes_whole_parts_wildcards_and_few_outputs():
         }
     )
     assert set(plan_uniform(model)) == {"overhead", "blocks.0", "blocks.1"}
-    assert set(plan_uniform(model, skip=("blocks.*",))) == {"overhead", "head.0"}
+    assert set(plan_uniform(model, skip=("blocks.*",))) == {"overhead"}
 
 
 def test_subclasses_of_linear_and_convolutions_stay():
@@ -236,7 +242,7 @@ def test_merge_gives_a_plain_model_that_computes_the_same():
     dense = copy.deepcopy(model)
     expected = factorize(model)(x)
     assert merge(model) is model
-    assert not any(isinstance(module, LowRankLinear) for module in model.modules())
+    assert not low_rank_layers(model)
     torch.testing.assert_close(model(x), expected, rtol=1e-10, atol=1e-12)
     dense.load_state_dict(model.state_dict())
 
@@ -255,55 +261,6 @@ def test_a_layer_used_twice_stays_one():
     assert model[0] is model[2] and plan_of(model) == {"0": 8}
     merge(model)
     assert model[0] is model[2] and type(model[0]) is nn.Linear
-
-
-@pytest.mark.parametrize("rank", [3, 8, 13])
-def test_padding_to_a_width_that_processors_like_changes_nothing(rank):
-    """Neither values nor gradients, and only where the rank is no multiple of 8."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 48)).double()
-    layer = factorize(model, ranks={"0": rank})[0]
-    x = torch.randn(2, 5, 32, dtype=torch.float64, requires_grad=True)
-    inputs = [x, layer.u.weight, layer.v.weight, layer.v.bias]
-    padded, plain = layer(x), layer.v(layer.u(x))
-    torch.testing.assert_close(padded, plain)
-    for one, other in zip(
-        torch.autograd.grad(padded.square().sum(), inputs),
-        torch.autograd.grad(plain.square().sum(), inputs),
-        strict=True,
-    ):
-        torch.testing.assert_close(one, other)
-    with FlopCounterMode(display=False) as counter:
-        layer(x)
-    assert counter.get_total_flops() == 2 * 10 * (32 + 48) * 8 * -(-rank // 8)
-
-
-def test_layers_that_wrap_the_factors_are_called():
-    class Doubled(nn.Linear):
-        def forward(self, x):
-            return 2 * super().forward(x)
-
-    layer = factorize(nn.Sequential(nn.Linear(32, 48)), ranks={"0": 3})[0]
-    layer.u = Doubled(32, 3, bias=False)
-    x = torch.randn(4, 32)
-    torch.testing.assert_close(layer(x), layer.v(2 * (x @ layer.u.weight.T)))
-
-
-def test_a_model_that_reads_the_weight_itself():
-    """timm's BEiT calls F.linear with qkv.weight."""
-    torch.manual_seed(0)
-    settings = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 4}
-    model = timm.create_model("beit_base_patch16_224", num_classes=12, **settings).double().eval()
-    expected = model(images())
-    factorize(model, ranks=full_plan(model))
-    torch.testing.assert_close(model(images()), expected, rtol=1e-10, atol=1e-12)
-
-
-def test_progress_names_each_layer():
-    calls = []
-    factorize(small_vit(), progress=lambda *call: calls.append(call))
-    assert calls[0] == (1, 8, "blocks.0.attn.qkv")
-    assert calls[-1] == (8, 8, "blocks.1.mlp.fc2")
 
 
 @pytest.mark.parametrize("ratio", [0, -2, float("nan"), float("inf")])
@@ -349,7 +306,7 @@ def test_weights_that_are_not_finite_leave_the_model_as_it_was(value):
     for call in (factorize, plan_energy):
         message = error(lambda call=call: call(model))
         assert "blocks.1.mlp.fc2.weight has NaN or infinite values" in message
-    assert not any(isinstance(module, LowRankLinear) for module in model.modules())
+    assert not low_rank_layers(model)
 
 
 def test_low_rank_already_and_not_yet():
@@ -361,10 +318,14 @@ def test_low_rank_already_and_not_yet():
 
 
 def test_tied_weights_are_refused():
-    model = small_bert(BertForMaskedLM)
-    message = error(lambda: factorize(model))
-    assert "cls.predictions.decoder.weight is shared" in message
-    factorize(model, skip=(*SKIP, "cls"))
+    model = nn.ModuleDict({"embedding": nn.Embedding(40, 32), "decoder": nn.Linear(32, 40)})
+    model["decoder"].weight = model["embedding"].weight
+    assert "decoder.weight is shared" in error(lambda: factorize(model))
+
+
+def test_bert_keeps_its_tied_head():
+    model = factorize(small_bert(BertForMaskedLM))
+    assert not any(name.startswith("cls.") for name in plan_of(model))
     assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
 
 

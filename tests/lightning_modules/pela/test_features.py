@@ -94,10 +94,10 @@ def test_take_lets_go_and_asks_for_a_run():
         features.take()
     model(IMAGES)
     features.take()
-    assert features.kept == {}
+    assert not any(features.kept.values())
     features.close()
     model(IMAGES)
-    assert features.kept == {}
+    assert not any(features.kept.values())
     assert not any(module._forward_hooks for module in model.modules())
 
 
@@ -105,7 +105,7 @@ def test_copies_of_the_model_do_not_report():
     model = vit()
     with Features(model) as features:
         model(IMAGES)
-        expected = [kept.clone() for kept in features.kept.values()]
+        expected = [kept.clone() for [kept] in features.kept.values()]
         copy.deepcopy(model)(IMAGES + 1)
         assert all(map(torch.equal, features.take(), expected))
 
@@ -131,3 +131,20 @@ def test_layers_that_are_not_there():
         Features(vit(), ["block.0.mlp"])
     with pytest.raises(ValueError, match=r"Linear has no get_classifier\(\)"):
         Features(nn.Linear(2, 2), "pooled")
+
+
+def test_a_layer_that_runs_twice_gives_two_features():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.head(self.encoder(self.encoder(x)))
+
+    model, x = Twice(), torch.randn(3, 4)
+    with Features(model, ["head", "encoder"]) as features:
+        model(x)
+        last, first, second = features.take()
+    assert torch.equal(first, model.encoder(x))
+    assert torch.equal(second, model.encoder(first)) and torch.equal(last, model(x))

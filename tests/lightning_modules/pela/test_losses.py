@@ -13,8 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_modules.pela import Features, factorize, feature_distillation, weight_perturbation
-from lightning_modules.pela.factorize import low_rank_layers
+from lightning_modules.pela import (
+    Features,
+    factorize,
+    feature_distillation,
+    low_rank_layers,
+    weight_perturbation,
+)
+from lightning_modules.pela.factorize import product
 from lightning_modules.pela.losses import weight_pairs
 
 
@@ -58,8 +64,42 @@ def test_feature_distillation_is_its_formula():
     ]
     torch.testing.assert_close(feature_distillation(s, t), sum(for_each_input) / 4)
     released = sum(nn.functional.mse_loss(a, c) for a, c in zip(s, t, strict=True)) / 3
-    torch.testing.assert_close(feature_distillation(s, t, "released"), released)
+    torch.testing.assert_close(feature_distillation(s, t, setting="released"), released)
     assert feature_distillation(s, s) == 0
+
+
+def test_padding_is_left_out_of_feature_distillation():
+    """As if each sequence were compared without its padding."""
+    generator = torch.Generator().manual_seed(0)
+    s, t = (
+        [torch.randn(2, 5, 6, dtype=torch.float64, generator=generator) for _ in range(3)]
+        for _ in range(2)
+    )
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]])
+    masks = [mask, None, mask.bool()]
+    paper, released = 0.0, 0.0
+    for a, b, m in zip(s, t, masks, strict=True):
+        lengths = [5, 5] if m is None else [3, 4]
+        squares = [((a[i, :n] - b[i, :n]) ** 2).sum() for i, n in enumerate(lengths)]
+        paper += sum(squares) / 2 / (2 * 3)
+        released += sum(squares) / (sum(lengths) * 6) / 3
+    torch.testing.assert_close(feature_distillation(s, t, masks), paper)
+    torch.testing.assert_close(feature_distillation(s, t, masks, "released"), released)
+    assert "2 masks for 3 features" in error(lambda: feature_distillation(s, t, masks[:2]))
+    wrong = [mask[:, :4], None, None]
+    assert "mask 0 is (2, 4) for a feature (2, 5, 6)" in error(
+        lambda: feature_distillation(s, t, wrong)
+    )
+
+
+def test_momentum_copies_have_no_weight_perturbation():
+    student, teacher = pair()
+    both = nn.ModuleDict({"online": student, "momentum": copy.deepcopy(student)})
+    both["momentum"].requires_grad_(False)
+    teachers = nn.ModuleDict({"online": teacher, "momentum": teacher})
+    assert weight_perturbation(both, teachers) == weight_perturbation(student, teacher)
+    both.requires_grad_(False)
+    assert "no low-rank layer that trains" in error(lambda: weight_perturbation(both, teachers))
 
 
 @pytest.mark.parametrize("setting", ["paper", "released"])
@@ -90,12 +130,12 @@ def test_weight_perturbation_takes_pairs():
 
 def test_weight_perturbation_at_full_rank_is_nothing_and_has_finite_gradients():
     student, _ = pair()
-    pairs = [(layer, layer.weight.detach()) for layer in low_rank_layers(student).values()]
+    pairs = [(u, v, product(u, v).detach()) for u, v in low_rank_layers(student).values()]
     for p in (1, 2, math.inf):
         loss = weight_perturbation(pairs, p=p)
         loss.backward()
         assert loss < 1e-10
-    assert all(torch.isfinite(layer.u.weight.grad).all() for layer, _ in pairs)
+    assert all(torch.isfinite(u.weight.grad).all() for u, _, _ in pairs)
 
 
 def test_gradients_reach_only_the_student():
@@ -106,7 +146,7 @@ def test_gradients_reach_only_the_student():
         own, other = s.take(), t.take()
     assert other[0].requires_grad  # were the teacher not frozen, it still would get nothing
     for setting in ("paper", "released"):
-        loss = feature_distillation(own, other, setting)
+        loss = feature_distillation(own, other, setting=setting)
         loss = loss + weight_perturbation(student, teacher, setting=setting)
         loss.backward(retain_graph=True)
     assert all(parameter.grad is None for parameter in teacher.parameters())
@@ -160,7 +200,7 @@ def test_one_difference_at_a_time_backward_too(p):
         torch.manual_seed(0)
         teacher = nn.ModuleList(nn.Linear(24, 40) for _ in range(depth))
         student = factorize(copy.deepcopy(teacher), 3)
-        pairs = [(layer, weight.clone()) for layer, weight in weight_pairs(student, teacher)]
+        pairs = [(u, v, weight.clone()) for u, v, weight in weight_pairs(student, teacher)]
         with LiveMatrices((40, 24)) as matrices:
             weight_perturbation(pairs, p=p).backward()
         most.append(matrices.most)
@@ -201,7 +241,7 @@ def test_bad_settings():
     student, teacher = pair()
     a = [torch.zeros(1, 1)]
     for call in (
-        lambda: feature_distillation(a, a, "mean"),
+        lambda: feature_distillation(a, a, setting="mean"),
         lambda: weight_perturbation(student, teacher, setting="mean"),
     ):
         assert "unknown setting 'mean': expected 'paper' or 'released'" in error(call)

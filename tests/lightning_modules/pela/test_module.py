@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from callbacks.frozen_teacher import FrozenTeacher
 from lightning_modules.pela import PELA, factorize, plan_energy, plan_of, plan_uniform
 from lightning_modules.pela.checkpoint import save
-from lightning_modules.pela.factorize import low_rank_layers
+from lightning_modules.pela.layers import low_rank_layers
 
 CLASSES = 5
 VIT = {"img_size": 8, "patch_size": 2, "embed_dim": 32, "depth": 2, "num_heads": 4}
