@@ -147,6 +147,8 @@ LAYOUTS: dict[str, Layout | Callable[[Any], Layout]] = {
     **_hf("distilbert.FFN", FeedForwardLayout(("lin1",), "lin2", config="hidden_dim")),
     **_hf("gpt2.GPT2MLP gpt_bigcode.GPTBigCodeMLP",
           FeedForwardLayout(("c_fc",), "c_proj", config="n_inner")),
+    **_hf("starcoder2.Starcoder2MLP",
+          FeedForwardLayout(("c_fc",), "c_proj", config="intermediate_size")),
     **_hf("codegen.CodeGenMLP", FeedForwardLayout(("fc_in",), "fc_out", config="n_inner")),
     **_hf("gpt_neox.GPTNeoXMLP",
           FeedForwardLayout(("dense_h_to_4h",), "dense_4h_to_h", config="intermediate_size")),
@@ -156,8 +158,8 @@ LAYOUTS: dict[str, Layout | Callable[[Any], Layout]] = {
     **_hf("t5.T5DenseGatedActDense", FeedForwardLayout(("wi_0", "wi_1"), "wo", config="d_ff")),
     # transformers: attention
     **_hf("llama.LlamaAttention mistral.MistralAttention qwen2.Qwen2Attention qwen3.Qwen3Attention "
-          "smollm3.SmolLM3Attention gemma.GemmaAttention gemma2.Gemma2Attention "
-          "gemma3.Gemma3Attention",
+          "smollm3.SmolLM3Attention starcoder2.Starcoder2Attention gemma.GemmaAttention "
+          "gemma2.Gemma2Attention gemma3.Gemma3Attention",
           AttentionLayout(*_SEPARATE, attributes={"num_key_value_groups": "groups"},
                           config=_FOLLOW_LLAMA)),
     **_hf("vit.ViTAttention deit.DeiTAttention dinov2.Dinov2Attention",
@@ -219,6 +221,6 @@ BLOCKS = {
         "llama.LlamaDecoderLayer mistral.MistralDecoderLayer qwen2.Qwen2DecoderLayer "
         "qwen3.Qwen3DecoderLayer smollm3.SmolLM3DecoderLayer gemma.GemmaDecoderLayer "
         "vit.ViTLayer deit.DeiTLayer dinov2.Dinov2Layer bert.BertLayer roberta.RobertaLayer "
-        "gpt2.GPT2Block opt.OPTDecoderLayer"
+        "gpt2.GPT2Block opt.OPTDecoderLayer starcoder2.Starcoder2DecoderLayer"
     ),
 }

@@ -44,6 +44,7 @@ TEXT = {  # kind → settings, hidden neurons
     "gemma": (GQA | {"num_key_value_heads": 1, "head_dim": 8}, 48),
     "gemma2": (GQA | {"head_dim": 8}, 48),
     "phi3": (GQA | {"pad_token_id": 0}, 48),
+    "starcoder2": (GQA, 48),
     "gpt2": ({"n_inner": 48}, 48),
     "gpt_neox": (FFN, 48),
     "gpt_bigcode": ({"n_inner": 48, "multi_query": True}, 48),

@@ -1,0 +1,330 @@
+"""Speculative decoding: a submodel drafts some tokens, the model verifies them in one pass.
+
+MatFormer (arXiv 2310.07707), Table 2 and Appendix C.1, on Leviathan et al. (arXiv 2211.17192).
+With a draft of k tokens d_1 … d_k from distributions q_1 … q_k and the verifier's p_1 … p_{k+1}:
+
+* greedy: the drafted tokens stay up to the first that is not arg max p_j, which replaces it;
+* sampling: d_j stays with probability min(1, p_j(d_j) / q_j(d_j)); the first that does not is
+  drawn anew from max(0, p_j - q_j), normalised.
+
+Either way the verifier adds one token, and what comes out is distributed exactly as if it had
+written alone. A submodel that leaves attention as it is has keys and values of the same shape: both
+then use one cache, in which the verifier's pass overwrites the draft's entries (App. C.1).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import StopStringCriteria
+
+from lightning_modules.matformer.drafts import Reader, Slots, drafter
+from lightning_modules.matformer.nest import Granularity
+
+LONGEST_DRAFT = 16  # of an adapted length
+
+
+@dataclass
+class SpeculationRecord:
+    """What happened in a `speculative_generate`, over all sequences of the batch.
+
+    Attributes:
+        rounds: passes of the verifier, the first over the prompt not counted.
+        drafted: tokens drafted for sequences that were not finished.
+        tested: those of them up to the first that was not accepted.
+        accepted: those accepted.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    tested: int = 0
+    accepted: int = 0
+
+    @property
+    def acceptance(self) -> float:
+        """Estimate of the probability that a drafted token is accepted."""
+        return self.accepted / self.tested if self.tested else math.nan
+
+
+def expected_speedup(acceptance: float, draft_tokens: int, cost: float) -> float:
+    """Tokens in the time of one pass of the verifier, when a pass of k + 1 tokens takes no longer.
+
+    (1 - α^{k+1}) / ((1 - α)(c·k + 1)); Leviathan et al., Theorem 3.8.
+
+    Args:
+        acceptance: α, the probability that a drafted token is accepted, independent of others.
+        draft_tokens: k.
+        cost: c, the draft's pass over one token relative to the verifier's.
+    """
+    tokens = sum(acceptance**j for j in range(draft_tokens + 1))
+    return tokens / (cost * draft_tokens + 1)
+
+
+@torch.no_grad()
+def speculative_generate(
+    model: Any,
+    input_ids: Tensor,
+    draft: Granularity | dict[str, Any] | nn.Module | None = "S",
+    max_new_tokens: int = 64,
+    draft_tokens: int | Literal["adaptive"] = 4,
+    share_cache: bool = True,
+    do_sample: bool = False,
+    *,
+    draft_layers: int | None = None,
+    attention_mask: Tensor | None = None,
+    temperature: float = 1.0,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    stop_strings: Sequence[str] = (),
+    tokenizer: Any = None,
+    generator: torch.Generator | None = None,
+    record: SpeculationRecord | None = None,
+) -> Tensor:
+    """Continue prompts as the model would by itself, in fewer of its passes.
+
+    Args:
+        model: a decoder of transformers; the granularity it is set to verifies. Dropout is off.
+        input_ids: prompts (B, L), padded on the left.
+        draft: the granularity of a nested model that drafts; or another model with the same
+            vocabulary; or None for the model itself (with `draft_layers`).
+        max_new_tokens: that each prompt gets at most.
+        draft_tokens: k; "adaptive" chooses it each round, the best for the acceptance so far
+            and the multiply-adds of draft and verifier. 0 decodes without a draft.
+        share_cache: draft and verifier use one cache where they can: a submodel with all heads,
+            or the first layers. Otherwise each has its own.
+        do_sample: draw from the verifier's distribution instead of taking the likeliest token.
+        draft_layers: the draft stops after so many layers and goes to the output layer.
+        attention_mask: (B, L), 0 where a prompt is padded; all 1 when None.
+        temperature: divides the logits of both before sampling.
+        eos_token_id: end a sequence; those of the model's generation_config when None.
+        pad_token_id: fills what is shorter; the first end token when None.
+        stop_strings: end a sequence once it holds one of them; needs `tokenizer`.
+        tokenizer: the model's.
+        generator: of the samples; torch's own when None.
+        record: gets what happened added.
+
+    Returns:
+        (B, L + T), prompts and continuations, T the longest of these; padded on the right.
+
+    Raises:
+        ValueError: the draft is larger than the verifier or has another vocabulary, a prompt is
+            too long for the model, padded on the right or empty, or an argument is out of range.
+    """
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    ends = _end_tokens(model, eos_token_id)
+    _check(model, input_ids, mask, max_new_tokens, draft_tokens, temperature)
+    if stop_strings and tokenizer is None:
+        raise ValueError("stop_strings need the tokenizer that wrote the prompts: give tokenizer")
+    stop = StopStringCriteria(tokenizer, list(stop_strings)) if stop_strings else None
+    record = SpeculationRecord() if record is None else record
+    training = [module for module in _models(model, draft) if module.training]
+    for module in training:
+        module.eval()
+    try:
+        verifier = Reader(model)
+        drafting = drafter(model, draft, draft_layers, verifier.cache if share_cache else None)
+        loop = _Loop(verifier, drafting, do_sample, temperature, generator, record)
+        cost = loop.relative_cost(input_ids) if draft_tokens == "adaptive" else 0.0
+        slots = Slots(input_ids, mask, getattr(model.config, "max_position_embeddings", None))
+        latest = loop.begin(slots)
+        rows = [_Row(prompt, ends, stop, max_new_tokens) for prompt in input_ids]
+        new: list[list[int]] = latest[:, None].tolist()
+        while True:
+            for row, tokens in zip(rows, new, strict=True):
+                row.extend(tokens)
+            if all(row.finished for row in rows):
+                break
+            room = max(max_new_tokens - len(row.new) for row in rows if not row.finished)
+            k = _best_length(record, cost) if draft_tokens == "adaptive" else draft_tokens
+            active = torch.tensor([not row.finished for row in rows], device=input_ids.device)
+            new = loop.round(slots, min(k, room - 1), active)
+    finally:
+        for module in training:
+            module.train()
+    fill = pad_token_id if pad_token_id is not None else (ends[0] if ends else 0)
+    longest = max(len(row.new) for row in rows)
+    written = [row.new + [fill] * (longest - len(row.new)) for row in rows]
+    return torch.cat([input_ids, torch.tensor(written, device=input_ids.device)], 1)
+
+
+class _Row:
+    """One sequence of the batch, and when it ends."""
+
+    def __init__(
+        self, prompt: Tensor, ends: list[int], stop: StopStringCriteria | None, limit: int
+    ) -> None:
+        self.prompt, self.ends, self.stop, self.limit = prompt, ends, stop, limit
+        self.new: list[int] = []
+        self.finished = False
+
+    def extend(self, tokens: list[int]) -> None:
+        """Add tokens up to the one that ends the sequence."""
+        for token in tokens:
+            if self.finished:
+                return
+            self.new.append(token)
+            self.finished = token in self.ends or len(self.new) == self.limit or self._stops()
+
+    def _stops(self) -> bool:
+        if self.stop is None:
+            return False
+        written = torch.tensor([self.new], device=self.prompt.device)
+        return bool(self.stop(torch.cat([self.prompt[None], written], 1), None))
+
+
+@dataclass
+class _Loop:
+    """Rounds of draft and verification."""
+
+    verifier: Reader
+    drafter: Reader
+    do_sample: bool
+    temperature: float
+    generator: torch.Generator | None
+    record: SpeculationRecord
+
+    def begin(self, slots: Slots) -> Tensor:
+        """Read the prompts; the first new token (B,) gets the last slot."""
+        length = slots.valid.sum(1)
+        _, latest = self._choose(self.verifier.read(slots)[:, -1])
+        slots.add(latest, length)
+        return latest
+
+    def round(self, slots: Slots, k: int, active: Tensor) -> list[list[int]]:
+        """Draft k tokens and verify them.
+
+        Args:
+            slots: what has been written; the last slot is read by nobody yet.
+            k: number of drafted tokens.
+            active: (B,), rows whose acceptance matters.
+
+        Returns:
+            The new tokens of each row.
+        """
+        base = len(slots)
+        position = slots.positions[:, -1]
+        drafted, proposals = [slots.tokens[:, :0]], []
+        with self.drafter.set():
+            for j in range(k):
+                q, token = self._choose(self.drafter.read(slots)[:, -1])
+                slots.add(token, position + j + 1)
+                drafted.append(token[:, None])
+                proposals.append(q)
+        if self.drafter.cache is self.verifier.cache:
+            self.verifier.cache.cut(base - 1)  # the verifier overwrites what the draft has left
+        logits = self.verifier.read(slots, keep=k + 1)
+        tokens = torch.cat(drafted, 1)
+        if self.do_sample:
+            accepted, latest = self._verify_samples(tokens, proposals, logits)
+        else:
+            best = logits.argmax(-1)
+            accepted = (tokens == best[:, :k]).cumprod(1).sum(1)
+            latest = best.gather(1, accepted[:, None])[:, 0]
+        kept = int(accepted[active].max())
+        slots.cut(base + kept)
+        slots.valid[:, base:] = torch.arange(kept, device=active.device) < accepted[:, None]
+        for reader in (self.verifier, self.drafter):
+            reader.cache.cut(base + kept)
+        slots.add(latest, position + accepted + 1)
+        counts = accepted[active]
+        self.record.rounds += 1
+        self.record.drafted += k * len(counts)
+        self.record.accepted += int(counts.sum())
+        self.record.tested += int((counts + 1).clamp(max=k).sum())
+        return [
+            [*row[:n], token]
+            for row, n, token in zip(
+                tokens.tolist(), accepted.tolist(), latest.tolist(), strict=True
+            )
+        ]
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The distribution (B, V) that logits (B, V) stand for, and a token (B,) of it."""
+        if not self.do_sample:
+            return logits, logits.argmax(-1)
+        probabilities = self._probabilities(logits)
+        drawn = torch.multinomial(probabilities, 1, generator=self.generator)
+        return probabilities, drawn[:, 0]
+
+    def _probabilities(self, logits: Tensor) -> Tensor:
+        precise = logits if logits.dtype == torch.float64 else logits.float()
+        return (precise / self.temperature).softmax(-1)
+
+    def _verify_samples(
+        self, tokens: Tensor, proposals: list[Tensor], logits: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Accepted tokens of each row (B,), and the token (B,) that the verifier draws."""
+        p = self._probabilities(logits)
+        # beyond the last drafted token there is no proposal: all of p is left to draw from
+        q = torch.cat([*(x[:, None] for x in proposals), torch.zeros_like(p[:, :1])], 1)
+        chosen = tokens[..., None]
+        uniform = torch.rand(tokens.shape, generator=self.generator, dtype=p.dtype, device=p.device)
+        fits = uniform * q[:, :-1].gather(2, chosen)[..., 0] < p[:, :-1].gather(2, chosen)[..., 0]
+        accepted = fits.long().cumprod(1).sum(1)
+        at = accepted[:, None, None].expand(-1, 1, p.shape[-1])
+        rest = (p - q).clamp(min=0).gather(1, at)[:, 0]
+        # p = q but for rounding: any rejection there is rounding too
+        rest = torch.where(rest.sum(1, keepdim=True) > 0, rest, p.gather(1, at)[:, 0])
+        return accepted, torch.multinomial(rest, 1, generator=self.generator)[:, 0]
+
+    def relative_cost(self, input_ids: Tensor) -> float:
+        """Multiply-adds of the draft's pass over one token, over those of the verifier's."""
+        flops = []
+        for reader in (self.drafter, self.verifier):
+            with reader.set(), FlopCounterMode(display=False) as counter:
+                reader.model(input_ids[:1, :1], use_cache=False)
+            flops.append(counter.get_total_flops())
+        return flops[0] / flops[1]
+
+
+def _models(model: nn.Module, draft: Any) -> list[nn.Module]:
+    return [model, draft] if isinstance(draft, nn.Module) else [model]
+
+
+def _best_length(record: SpeculationRecord, cost: float) -> int:
+    """The draft length that promises most; one accepted and one rejected token are assumed."""
+    acceptance = (record.accepted + 1) / (record.tested + 2)
+    return max(range(1, LONGEST_DRAFT + 1), key=lambda k: expected_speedup(acceptance, k, cost))
+
+
+def _end_tokens(model: Any, given: int | Sequence[int] | None) -> list[int]:
+    if given is None:
+        given = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if given is None:
+        return []
+    return [given] if isinstance(given, int) else list(given)
+
+
+def _check(
+    model: Any, ids: Tensor, mask: Tensor, new: int, draft: int | str, temperature: float
+) -> None:
+    if new < 1:
+        raise ValueError(f"max_new_tokens is {new}, expected 1 or more")
+    if draft != "adaptive" and (not isinstance(draft, int) or draft < 0):
+        raise ValueError(f"draft_tokens is {draft!r}, expected 0 or more, or 'adaptive'")
+    if temperature <= 0:
+        raise ValueError(f"temperature is {temperature}, expected more than 0")
+    if ids.ndim != 2 or not ids.shape[1]:
+        raise ValueError(f"input_ids has shape {tuple(ids.shape)}, expected (B, L) with a token")
+    if mask.shape != ids.shape or not mask[:, -1].all():
+        raise ValueError(
+            "a prompt ends in padding, or its attention_mask has another shape: pad on the left"
+        )
+    config = model.config
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and ids.shape[1] + new > longest:
+        raise ValueError(
+            f"a prompt of {ids.shape[1]} tokens and max_new_tokens={new} are more than the "
+            f"{longest} positions of the model: shorten the prompt or max_new_tokens"
+        )
+    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
+    window = getattr(config, "sliding_window", None)
+    if kinds or (window is not None and len(ids) * new + ids.shape[1] > window):
+        raise ValueError(
+            f"{type(model).__name__} has {', '.join(sorted(kinds)) or 'a sliding window'}, whose "
+            "cache cannot be cut back: speculative decoding needs full attention in all layers"
+        )

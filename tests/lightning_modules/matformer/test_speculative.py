@@ -1,0 +1,258 @@
+"""Speculative decoding writes what the model writes alone: to the token, or in distribution."""
+
+import cpu_torchvision  # noqa: F401
+
+import copy
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from datamodules.tokens import train_tokenizer
+from lightning_modules.matformer.drafts import first_layers
+from lightning_modules.matformer.speculative import (
+    SpeculationRecord,
+    expected_speedup,
+    speculative_generate,
+)
+
+VOCABULARY = 23
+SIZES = {
+    "llama": {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
+    },
+    "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4},
+    "starcoder2": {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 4,
+    },
+    "gpt_neox": {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    },
+}  # fmt: skip
+
+
+def build(kind: str = "llama", seed: int = 0, **changes):
+    """A decoder with weights so large that its texts are not one token again and again."""
+    torch.manual_seed(seed)
+    common = {"vocab_size": VOCABULARY, "max_position_embeddings": 256, "initializer_range": 0.3}
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = AutoConfig.for_model(kind, **{**SIZES[kind], **common, **ends, **changes})
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+
+
+def like(model, noise: float, seed: int = 1):
+    """A draft that often agrees: the model with some noise in its weights."""
+    torch.manual_seed(seed)
+    draft = copy.deepcopy(model)
+    for parameter in draft.parameters():
+        parameter.data += noise * torch.randn_like(parameter) * parameter.std()
+    return draft
+
+
+@torch.no_grad()
+def greedy(model, prompt: list[int], count: int) -> list[int]:
+    """The reference: the whole text is read again for each token."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids
+
+
+def prompts(batch: int = 3, length: int = 5, seed: int = 0) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (batch, length), generator=torch.manual_seed(seed))
+
+
+@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize("draft_tokens", [0, 1, 4, "adaptive"])
+def test_greedy_is_plain_greedy(kind, draft_tokens):
+    model, record = build(kind), SpeculationRecord()
+    ids = prompts()
+    written = speculative_generate(model, ids, like(model, 0.1), 40, draft_tokens, record=record)
+    assert written.tolist() == [greedy(model, row, 40) for row in ids.tolist()]
+    if draft_tokens != 0:
+        assert 0 < record.accepted < record.tested <= record.drafted
+        assert record.rounds < 39
+
+
+@pytest.mark.parametrize("share_cache", [True, False])
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_first_layers_draft(layers, share_cache):
+    model, record = build(initializer_range=0.15), SpeculationRecord()
+    ids = prompts(2)
+    written = speculative_generate(
+        model, ids, None, 40, 3, share_cache, draft_layers=layers, record=record
+    )
+    assert written.tolist() == [greedy(model, row, 40) for row in ids.tolist()]
+    if layers == 3:
+        assert record.acceptance == 1 and record.rounds == 10
+    else:
+        assert 0 < record.acceptance < 1
+
+
+def test_first_layers_share_the_weights_and_stop_early():
+    model = build()
+    short = first_layers(model, 1)
+    assert len(short.model.layers) == 1 and len(model.model.layers) == 3
+    assert short.model.layers[0] is model.model.layers[0]
+    ids = prompts()
+    assert not torch.equal(short(ids).logits, model(ids).logits)
+    assert torch.equal(first_layers(model, 3)(ids).logits, model(ids).logits)
+
+
+def test_prompts_of_unequal_length():
+    model = build()
+    rows = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3], [5]]
+    mask = torch.tensor([[0] * (7 - len(row)) + [1] * len(row) for row in rows])
+    ids = torch.tensor([[0] * (7 - len(row)) + row for row in rows])
+    written = speculative_generate(model, ids, like(model, 0.1), 30, 4, attention_mask=mask)
+    for row, text in zip(rows, written.tolist(), strict=True):
+        assert text[7 - len(row) :] == greedy(model, row, 30)
+
+
+def test_end_tokens_and_padding():
+    model, ids = build(), prompts(4)
+    texts = [greedy(model, row, 40) for row in ids.tolist()]
+    end = texts[0][5 + 6]
+    written = speculative_generate(
+        model, ids, like(model, 0.1), 40, 4, eos_token_id=end, pad_token_id=22
+    )
+    lengths = [text.index(end, 5) - 4 if end in text[5:] else 40 for text in texts]
+    assert len(set(lengths)) > 1 and written.shape[1] == 5 + max(lengths)
+    for text, row, length in zip(texts, written.tolist(), lengths, strict=True):
+        assert row[: 5 + length] == text[: 5 + length]
+        assert set(row[5 + length :]) <= {22}
+
+
+def test_stop_strings_end_a_text_where_transformers_ends_it():
+    tokenizer = train_tokenizer([], 259)
+    model = build(vocab_size=259)
+    ids = prompts(1)
+    free = greedy(model, ids[0].tolist(), 30)
+    string = tokenizer.decode(free[5 + 9 : 5 + 11])
+    stop = [string] if string.strip("\ufffd") else []
+    if not stop:
+        pytest.fail("these weights write no text to stop at: take another seed")
+    expected = model.generate(
+        ids, max_new_tokens=30, do_sample=False, stop_strings=stop, tokenizer=tokenizer,
+        attention_mask=torch.ones_like(ids), pad_token_id=0,
+    )  # fmt: skip
+    written = speculative_generate(
+        model, ids, like(model, 0.05), 30, 4, stop_strings=stop, tokenizer=tokenizer
+    )
+    assert 5 < written.shape[1] < 35
+    assert torch.equal(written, expected)
+
+
+def distribution(model, prompt: list[int], temperature: float) -> dict[tuple[int, int, int], float]:
+    """The probability of each continuation of three tokens, by the product rule."""
+    with torch.no_grad():
+
+        def after(*more: int) -> torch.Tensor:
+            logits = model(torch.tensor([[*prompt, *more]]), use_cache=False).logits
+            return (logits[0, -1] / temperature).softmax(-1)
+
+        return {
+            (a, b, c): float(pa * pb * pc)
+            for a, pa in enumerate(after())
+            for b, pb in enumerate(after(a))
+            for c, pc in enumerate(after(a, b))
+        }
+
+
+@pytest.mark.parametrize("layers", [None, 1])
+@pytest.mark.parametrize("draft_tokens", [1, 2, 3])
+def test_samples_follow_the_verifier_s_distribution(draft_tokens, layers):
+    model = build(vocab_size=4, initializer_range=0.2)
+    draft = like(model, 0.5) if layers is None else None
+    expected = distribution(model, [1, 2], temperature=0.9)
+    record = SpeculationRecord()
+    written = speculative_generate(
+        model, torch.tensor([[1, 2]] * 6000), draft, 3, draft_tokens, do_sample=True,
+        draft_layers=layers, temperature=0.9, record=record,
+        generator=torch.Generator().manual_seed(3),
+    )  # fmt: skip
+    assert 0.3 < record.acceptance < 0.97
+    counts = dict.fromkeys(expected, 0)
+    for row in written[:, 2:].tolist():
+        counts[tuple(row)] += 1
+    often = [key for key, p in expected.items() if p * 6000 >= 5]
+    seen = [counts[key] for key in often]
+    due = [expected[key] * 6000 for key in often]
+    rest = 6000 - sum(seen), 6000 - sum(due)
+    assert chisquare([*seen, rest[0]], [*due, rest[1]]).pvalue > 0.001
+    # the test can tell: the draft's own samples are not the verifier's
+    other = draft if draft is not None else first_layers(model, 1)
+    wrong = distribution(other, [1, 2], temperature=0.9)
+    due = [wrong[key] * 6000 for key in often]
+    assert chisquare([*seen, rest[0]], [*due, 6000 - sum(due)]).pvalue < 1e-6
+
+
+def test_samples_are_reproducible():
+    model, ids = build(), prompts()
+    first, second = (
+        speculative_generate(
+            model, ids, like(model, 0.1), 20, do_sample=True,
+            generator=torch.Generator().manual_seed(5),
+        )
+        for _ in range(2)
+    )  # fmt: skip
+    assert torch.equal(first, second)
+
+
+def test_expected_speedup():
+    assert expected_speedup(1.0, 4, 0.0) == 5
+    assert expected_speedup(0.8, 2, 0.5) == pytest.approx((1 - 0.8**3) / (0.2 * 2))
+    assert expected_speedup(0.5, 0, 0.5) == 1
+
+
+def test_dropout_is_off_and_the_mode_comes_back():
+    model = build("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+    ids = prompts()
+    expected = speculative_generate(model, ids, None, 10, draft_layers=2)
+    model.train()
+    assert torch.equal(speculative_generate(model, ids, None, 10, draft_layers=2), expected)
+    assert model.training
+
+
+def test_long_texts_end_at_the_last_position():
+    model = build("gpt2", n_positions=32, max_position_embeddings=32)
+    ids = prompts(2, 20)
+    written = speculative_generate(model, ids, like(model, 0.05), 12, 6)
+    assert written.tolist() == [greedy(model, row, 12) for row in ids.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"max_new_tokens": 252},
+            "5 tokens and max_new_tokens=252 are more than the 256 positions",
+        ),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"draft_tokens": -1}, "draft_tokens is -1"),
+        ({"draft_tokens": "often"}, "draft_tokens is 'often'"),
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"draft": None, "draft_layers": 4}, "draft_layers is 4, expected 1 to the model's 3"),
+        ({"draft": "S"}, "is not nested"),
+        ({"stop_strings": ["a"]}, "stop_strings need the tokenizer"),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 1, 0]])}, "ends in padding"),
+        ({"input_ids": torch.empty(1, 0, dtype=torch.long)}, "expected (B, L) with a token"),
+        ({"draft": build(vocab_size=24)}, "a vocabulary of 24 tokens and the verifier of 23"),
+        ({"draft": build(hidden_size=64)}, "more than the verifier's"),
+    ],
+)
+def test_bad_input_is_said_in_a_sentence(settings, said):
+    arguments = {"input_ids": prompts(1), "draft": None, "max_new_tokens": 4, **settings}
+    with pytest.raises(ValueError) as error:
+        speculative_generate(build(), **arguments)
+    assert said in str(error.value)
+
+
+def test_a_sliding_window_is_refused():
+    model = build("starcoder2", sliding_window=16)
+    with pytest.raises(ValueError, match="cannot be cut back"):
+        speculative_generate(model, prompts(), None, 8)
