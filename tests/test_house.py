@@ -56,7 +56,10 @@ def mathematics_without_lightning(root: Path) -> list[str]:
 
 
 def doors(root: Path) -> list[str]:
-    """The library's rooms import neither each other nor recipes, but callbacks a method's ideas."""
+    """The library's rooms import neither each other nor recipes, but callbacks a method's ideas.
+
+    And a LightningModule the callbacks that it offers, inside of configure_callbacks.
+    """
 
     def is_mathematics(name: str) -> bool:
         room, method, *rest = name.split(".")
@@ -77,12 +80,22 @@ def doors(root: Path) -> list[str]:
         homes = [home for *package, home, offer in offers if offer == rest[0]]
         return homes != [] and not any(home.endswith("module") for home in homes)
 
+    def is_offered(path: Path, tree: ast.AST, line: int, name: str) -> bool:
+        offering = (
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef) and node.name == "configure_callbacks"
+        )
+        inside = any(node.lineno < line <= (node.end_lineno or 0) for node in offering)
+        return inside and path.name.endswith("module.py") and name.split(".")[0] == "callbacks"
+
     return [
         f"{path}:{line} imports {name}"
         for path, tree in sources(root, *LIBRARY)
         for line, name in imports(path, tree)
         if name.split(".")[0] in PACKAGES and name.split(".")[0] != path.parts[0]
         if not (path.parts[0] == "callbacks" and "." in name and is_mathematics(name))
+        if not is_offered(path, tree, line, name)
     ]
 
 
@@ -175,6 +188,8 @@ RULES: list[tuple[Callable[[Path], list[str]], dict[str, str], dict[str, str]]] 
             "callbacks/idea.py": "from lightning_modules.m.idea import f",
             "callbacks/module_itself.py": "import lightning_modules.m.idea",
             "callbacks/offered.py": "from lightning_modules.m import f",
+            "lightning_modules/m/offers_module.py": "def configure_callbacks(self):\n"
+            "    from callbacks.idea import f",
             "callbacks/own.py": "from . import idea\nfrom callbacks.idea import f",
             "recipes/m/run.py": "import callbacks, datamodules, lightning_modules.m.module",
         },
@@ -182,6 +197,10 @@ RULES: list[tuple[Callable[[Path], list[str]], dict[str, str], dict[str, str]]] 
             "lightning_modules/m/up.py": "from recipes import cli",
             "lightning_modules/m/module.py": "from callbacks.idea import f",
             "lightning_modules/m/across.py": "import datamodules",
+            "lightning_modules/m/offers.py": "def configure_callbacks(self):\n"
+            "    from callbacks.idea import f",
+            "lightning_modules/m/elsewhere_module.py": "def fit(self):\n"
+            "    from callbacks.idea import f",
             "lightning_modules/m/climbing.py": "from ...datamodules import glue",
             "datamodules/glue.py": "def f():\n    from lightning_modules.m.idea import f",
             "datamodules/e2e.py": "import callbacks.idea",

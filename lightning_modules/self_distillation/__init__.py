@@ -1,13 +1,13 @@
 """Self-distillation (arXiv 2210.02871): further pre-training that stays near the original."""
 
-from lightning_modules.self_distillation.adaptation_module import ImageAdaptation, TextAdaptation
+from lightning_modules.self_distillation.adaptation_module import Adaptation
 from lightning_modules.self_distillation.distillation import (
     distillation,
     prediction_matching,
     token_prediction_matching,
     weight_matching,
 )
-from lightning_modules.self_distillation.finetuning_module import ImageFinetuning, TextFinetuning
+from lightning_modules.self_distillation.finetuning_module import Finetuning
 from lightning_modules.self_distillation.mae_checkpoint import (
     from_transformers,
     load_encoder,
@@ -20,17 +20,14 @@ from lightning_modules.self_distillation.masked_image import mask_patches, maske
 from lightning_modules.self_distillation.masked_text import mask_tokens, masked_language_modelling
 from lightning_modules.self_distillation.r3f import r3f
 from lightning_modules.self_distillation.recadam import RecAdam
-from lightning_modules.self_distillation.supcon import contrastive_loss
+from lightning_modules.self_distillation.supcon import supervised_contrastive
 from lightning_modules.self_distillation.tracking import distance, fingerprint
 
 __all__ = [
-    "ImageAdaptation",
-    "ImageFinetuning",
+    "Adaptation",
+    "Finetuning",
     "MaskedAutoencoder",
     "RecAdam",
-    "TextAdaptation",
-    "TextFinetuning",
-    "contrastive_loss",
     "distance",
     "distillation",
     "fingerprint",
@@ -46,6 +43,7 @@ __all__ = [
     "masked_language_modelling",
     "prediction_matching",
     "r3f",
+    "supervised_contrastive",
     "to_transformers",
     "token_prediction_matching",
     "weight_matching",

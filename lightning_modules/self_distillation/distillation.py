@@ -73,28 +73,35 @@ def prediction_matching(student: Tensor, teacher: Tensor, reduction: Reduction =
 
 
 def token_prediction_matching(
-    student: Tensor, teacher: Tensor, mask: Tensor, reduction: Reduction = "sum"
+    student: Tensor,
+    teacher: Tensor,
+    attention_mask: Tensor | None = None,
+    reduction: Reduction = "sum",
 ) -> Tensor:
-    """Table 3, text: mean over examples of Σ_k z_k · KL(p_θ0(x_k | x̂) ‖ p_θ(x_k | x̂)), in nats.
+    """Table 3, text: mean over examples of Σ_{t=1}^{T} KL(p_θ0(x_t | x̂) ‖ p_θ(x_t | x̂)), in nats.
+
+    The sum is over all positions of a text, hidden or not.
 
     Args:
-        student: logits (n, V) of the n hidden tokens, see `masked_text.hidden_logits`.
+        student: logits (B, L, V) for a masked text.
         teacher: the teacher's, for the same mask.
-        mask: (B, L), True where hidden.
-        reduction: "mean" divides by the number of hidden tokens of the batch instead of by B.
-
-    Returns:
-        A scalar; zero, with zero gradients, if no token is hidden.
+        attention_mask: (B, L), 0 on padding, which is left out; None for none.
+        reduction: "mean" divides by the number of an example's positions too.
 
     Raises:
         ValueError: for an unknown reduction, or shapes that differ.
     """
     _check(student, teacher, reduction)
     with torch.autocast(student.device.type, enabled=False):
-        own = _precise(student).log_softmax(-1)
-        other = _precise(teacher.detach()).log_softmax(-1)
-        divergence = (other.exp() * (other - own)).sum()
-        return divergence / (len(mask) if reduction == "sum" else max(len(own), 1))
+        ours = _precise(student).log_softmax(-1)
+        theirs = _precise(teacher.detach()).log_softmax(-1)
+        divergences = (theirs.exp() * (theirs - ours)).sum(-1)
+        numbers = torch.full_like(divergences[:, 0], divergences.shape[1])
+        if attention_mask is not None:
+            divergences = divergences.masked_fill(attention_mask == 0, 0)
+            numbers = attention_mask.sum(1)
+        sums = divergences.sum(1)
+        return (sums if reduction == "sum" else sums / numbers).mean()
 
 
 def weight_matching(
@@ -115,26 +122,26 @@ def weight_matching(
     """
     if norm not in ("l2", "mars"):
         raise ValueError(f"unknown norm {norm!r} of the weights: expected 'l2' or 'mars'")
-    own, other = dict(student.named_parameters()), dict(teacher.named_parameters())
-    for name in sorted(own.keys() | other.keys()):
-        shapes = [tuple(side[name].shape) if name in side else None for side in (own, other)]
+    ours, theirs = dict(student.named_parameters()), dict(teacher.named_parameters())
+    for name in sorted(ours.keys() | theirs.keys()):
+        shapes = [tuple(side[name].shape) if name in side else None for side in (ours, theirs)]
         if shapes[0] != shapes[1]:
             raise ValueError(
                 f"{name} is {shapes[0]} in the student and {shapes[1]} in the teacher: expected "
                 "the same parameters; give two encoders of one architecture"
             )
-    device = next(iter(own.values())).device.type
+    device = next(iter(ours.values())).device.type
     with torch.autocast(device, enabled=False):
         if norm == "mars":
             layers = constrained(student)
             changes = [
-                largest_row(_precise(own[name]) - _precise(other[name].detach()), dims)
+                largest_row(_precise(ours[name]) - _precise(theirs[name].detach()), dims)
                 for name, dims in layers.items()
             ]
         else:
             changes = [
-                (_precise(own[name]) - _precise(other[name].detach())).square().sum()
-                for name in own
+                (_precise(ours[name]) - _precise(theirs[name].detach())).square().sum()
+                for name in ours
             ]
         return torch.stack(changes).sum()
 

@@ -1,66 +1,87 @@
-"""Fine-tuning after adaptation, plain or by a rival, of images and of text."""
+"""Fine-tuning after adaptation, plain or by a baseline, of images and of text."""
 
 from typing import Any, Literal
 
+import lightning as L
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.optim import Optimizer
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from lightning_modules.backbones import build_text, build_vision
-from lightning_modules.optim import training_steps
+from lightning_modules.backbones import build_text, build_vision, shard
+from lightning_modules.optim import (
+    build_optimizer,
+    parameter_groups,
+    training_steps,
+    with_schedule,
+)
+from lightning_modules.self_distillation.adaptation_module import Modality, split
 from lightning_modules.self_distillation.mae_checkpoint import load_encoder
 from lightning_modules.self_distillation.mars import mars_project, mars_start
-from lightning_modules.self_distillation.module import IGNORED, NO_MASKED_MODEL, Stage, laid_out
+from lightning_modules.self_distillation.objectives import IGNORED, NO_MASKED_MODEL
 from lightning_modules.self_distillation.r3f import r3f
-from lightning_modules.self_distillation.recadam import RecAdam, require_convergence
-from lightning_modules.self_distillation.supcon import contrastive_loss
-from lightning_modules.weights import load_completely
+from lightning_modules.self_distillation.recadam import (
+    RecAdam,
+    require_annealing,
+    require_convergence,
+)
+from lightning_modules.self_distillation.tracking_module import TrackDistance, laid_out
+from lightning_modules.weights import load_completely, refuse_another_model
 
-Method = Literal["plain", "recadam", "mars", "r3f", "supcon"]
+Method = Literal["plain", "linear", "recadam", "mars", "r3f"]
 
 
-class Finetuning(Stage):
-    """Classification with a new head on the encoder of `init_from`, plain or by a rival.
+class Finetuning(L.LightningModule):
+    """Classification with a new head on the encoder of `init_from`, plain or by a baseline.
 
     Args:
-        num_classes: outputs of the head.
-        method: "plain" cross-entropy with AdamW; "recadam", "mars", "r3f", or "supcon", the
-            supervised contrastive loss.
-        anneal_k: RecAdam's k, per step.
-        anneal_t0: RecAdam's t0, in steps.
-        pretrain_cof: RecAdam's γ.
-        radius: MARS's γ.
-        r3f_weight: λ of R3F.
-        r3f_epsilon: its noise.
-        r3f_noise: "uniform" or "normal".
-        supcon_alpha: share of the contrastive loss.
-        supcon_temperature: τ.
-        **kwargs: see `Stage`. Dropout is among the model_args.
-    """
+        num_classes: outputs of the head: for images on the [CLS] token after the final norm. BERT's
+            pooler counts as part of the head: masked language models have none.
+        architecture: images: a timm ViT. Text: a hub name, a folder with config.json, or a model
+            type such as "bert".
+        modality: "images" or "text".
+        model_args: further arguments of the model or values of its configuration; dropout.
+        method: "plain", cross-entropy with AdamW; "linear", of the head alone on the frozen
+            encoder; "recadam", "mars" or "r3f".
+        method_args: recadam: anneal_k, anneal_t0 and pretrain_cof, see `RecAdam`. mars: radius, see
+            `mars_project`. r3f: weight λ, epsilon and noise, see `r3f`.
+        pretrained: start from the weights of the architecture's name.
+        init_from: start from the encoder in a checkpoint, state_dict or safetensors file, and not
+            from those of a name. Like pretrained not part of the checkpoint.
+        lr: peak learning rate; it falls linearly to 0.
+        betas: of Adam.
+        weight_decay: decoupled, per unit of learning rate; biases and norms do not decay.
+        warmup: of the learning rate: optimizer steps, or a share of all steps if below 1.
 
-    identity = ("architecture", "model_args", "num_classes", "method")
+    Raises:
+        ValueError: for a method_args that the method does not have.
+    """
 
     def __init__(
         self,
         num_classes: int,
+        architecture: str = "vit_base_patch16_224.mae",
+        modality: Modality = "images",
+        model_args: dict[str, Any] | None = None,
         method: Method = "plain",
-        anneal_k: float = 0.1,
-        anneal_t0: float = 250.0,
-        pretrain_cof: float = 5000.0,
-        radius: float = 4.0,
-        r3f_weight: float = 1.0,
-        r3f_epsilon: float = 1e-5,
-        r3f_noise: Literal["uniform", "normal"] = "uniform",
-        supcon_alpha: float = 0.9,
-        supcon_temperature: float = 0.3,
-        **kwargs: Any,
+        method_args: dict[str, Any] | None = None,
+        pretrained: bool = False,
+        init_from: str | None = None,
+        lr: float = 1e-4,
+        betas: list[float] = [0.9, 0.999],  # noqa: B006  (jsonargparse)
+        weight_decay: float = 0.01,
+        warmup: float = 0.0,
     ):
-        super().__init__(**kwargs)
+        super().__init__()
+        # where a run began is not what it is: loading it again must not download or need old files
+        self.save_hyperparameters(ignore=["init_from", "pretrained"])
+        self.init_from, self.pretrained = init_from, pretrained
+        self.method_args = checked(method, method_args or {})
+        self.model: Any = None
         self.centres: dict[str, Tensor] = {}  # MARS's start
+        self.tracker = TrackDistance()
         self.mean_loss = MeanMetric()
         self.scores = MetricCollection(
             {
@@ -69,33 +90,51 @@ class Finetuning(Stage):
             }
         )
 
-    # What a subclass writes, besides `build` and `load`.
+    @property
+    def start(self) -> str:
+        """The fingerprint of the weights that this stage began with, see `tracking.fingerprint`."""
+        return self.tracker.start
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        """What logs the distance."""
+        return [self.tracker]
+
+    def configure_model(self) -> None:
+        """Build the model once, and shard it where the strategy asks."""
+        if self.model is not None:
+            return
+        h: Any = self.hparams
+        args, pretrained = h.model_args or {}, self.pretrained and self.init_from is None
+        if h.modality == "images":
+            model: Any = build_vision(h.architecture, h.num_classes, args, pretrained)
+        else:
+            args = {**args, "num_labels": h.num_classes}
+            model = build_text(h.architecture, "classification", args, pretrained)
+        if self.init_from is not None and h.modality == "images":
+            load_encoder(model, self.init_from)
+        elif self.init_from is not None:
+            encoder = f"{model.base_model_prefix}."
+            load_completely(model, self.init_from, NO_MASKED_MODEL, encoder)
+        self.model = model
+        training = self._trainer is not None and self.trainer.state.fn == "fit"
+        self.tracker.begin(model, self.encoder_parameters(), training)
+        if h.method == "mars":
+            self.centres = mars_start(model, self.heads)
+        if h.method == "linear":
+            for parameter in self.encoder_parameters().values():
+                parameter.requires_grad_(False)
+        if self.device_mesh is not None:
+            shard(model, self.device_mesh["data_parallel"])
 
     @property
     def heads(self) -> list[str]:
-        """The modules that are new."""
-        raise NotImplementedError
-
-    def inputs(self, batch: Any) -> Any:
-        """What the model takes, and `r3f`."""
-        raise NotImplementedError
-
-    def labels(self, batch: Any) -> Tensor:
-        """(B,)."""
-        raise NotImplementedError
-
-    def features(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Logits (B, C), and the [CLS] token's final hidden state (B, D)."""
-        raise NotImplementedError
-
-    # What both have.
-
-    def configure_model(self) -> None:
-        """As every stage, and with MARS, remember where the weights began."""
-        new = self.model is None
-        super().configure_model()
-        if new and self.settings.method == "mars":
-            self.centres = mars_start(self.model, self.heads)
+        """The modules that are new: timm's head; of text all beside the encoder, and the pooler."""
+        base = getattr(self.model, "base_model_prefix", None)
+        if base is None:
+            return ["head"]
+        names = [name for name, _ in self.model.named_children() if name != base]
+        names.append(f"{base}.pooler")
+        return [name for name in names if head_parameters(self.model, name)]
 
     def encoder_parameters(self) -> dict[str, nn.Parameter]:
         """All but the heads'."""
@@ -108,76 +147,81 @@ class Finetuning(Stage):
         return getattr(output, "logits", output)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The loss of a batch."""
-        h, labels, inputs = self.settings, self.labels(batch), self.inputs(batch)
-        if h.method == "supcon":
-            logits, features = self.features(batch)
-            loss = contrastive_loss(
-                logits.float(), features, labels, h.supcon_alpha, h.supcon_temperature
-            )
-        else:
-            logits = self(inputs)
-            loss = F.cross_entropy(logits.float(), labels)
-            if h.method == "r3f":
-                noisy = r3f(self.model, inputs, logits, h.r3f_epsilon, h.r3f_noise)
-                loss = loss + h.r3f_weight * noisy
+        """Cross-entropy, and with R3F its divergence besides."""
+        inputs, labels = split(batch)
+        logits = self(inputs)
+        loss = F.cross_entropy(logits.float(), labels)
+        if self.hparams["method"] == "r3f":
+            settings = dict(self.method_args)
+            loss = loss + settings.pop("weight", 1.0) * r3f(self.model, inputs, logits, **settings)
         self.log("train/loss", loss, prog_bar=True)
         return loss
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """As every stage; RecAdam that would diverge is refused before the first step."""
-        found: Any = super().configure_optimizers()
-        if self.settings.method == "recadam":
-            schedule = found["lr_scheduler"]["scheduler"]
-            require_convergence(found["optimizer"], schedule, training_steps(self.trainer))
-        return found
+        """AdamW, or RecAdam; the learning rate falls linearly (Table 9).
 
-    def build_optimizer(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """AdamW, or RecAdam with plain Adam for the heads."""
-        h = self.settings
+        Raises:
+            ValueError: before the first step, if RecAdam would diverge, or has become plain Adam
+                before the warm-up of the learning rate ends.
+        """
+        h: Any = self.hparams
+        groups = parameter_groups(self.model, h.weight_decay)
+        steps = training_steps(self.trainer)
         if h.method != "recadam":
-            return super().build_optimizer(groups)
+            optimizer = build_optimizer("adamw", groups, h.lr, tuple(h.betas))
+            return with_schedule(optimizer, "linear", h.warmup, steps)
+        optimizer = self.recadam(groups)
+        chosen = with_schedule(optimizer, "linear", h.warmup, steps)
+        require_convergence(optimizer, chosen["lr_scheduler"]["scheduler"], steps)
+        require_annealing(optimizer, h.warmup * steps if h.warmup < 1 else h.warmup)
+        return chosen
+
+    def recadam(self, groups: list[dict[str, Any]]) -> RecAdam:
+        """RecAdam, with plain Adam for the heads.
+
+        Args:
+            groups: of `parameter_groups`.
+        """
+        h: Any = self.hparams
         new = {
             id(parameter) for head in self.heads for parameter in head_parameters(self.model, head)
         }
-        split = []
+        divided = []
         for group in groups:
             for anchored in (True, False):
                 params = [p for p in group["params"] if (id(p) not in new) == anchored]
                 if params:
-                    split.append({**group, "params": params, "anchored": anchored})
-        return RecAdam(
-            split,
-            h.lr,
-            tuple(h.betas),
-            anneal_k=h.anneal_k,
-            anneal_t0=h.anneal_t0,
-            pretrain_cof=h.pretrain_cof,
-        )
+                    divided.append({**group, "params": params, "anchored": anchored})
+        return RecAdam(divided, h.lr, tuple(h.betas), **self.method_args)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """A step, and with MARS the projection, before anything can save the weights."""
         super().optimizer_step(*args, **kwargs)
-        if self.settings.method == "mars":
-            mars_project(self.model, self.centres, self.settings.radius)
+        if self.hparams["method"] == "mars":
+            mars_project(self.model, self.centres, **self.method_args)
 
     def on_train_start(self) -> None:
-        """As every stage, and with MARS's start: where the weights are, sharded as they are."""
-        super().on_train_start()
+        """Bring MARS's start to where the weights are, sharded as they are."""
         parameters = dict(self.model.named_parameters())
         self.centres = {name: laid_out(c, parameters[name]) for name, c in self.centres.items()}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """As every stage, and MARS's start: a resumed run's weights are not where it began."""
-        super().on_save_checkpoint(checkpoint)
+        """Write down what the stage began with; a resumed run's weights are not MARS's start."""
+        checkpoint["start"] = self.start
         checkpoint["mars_start"] = {
             name: (centre.full_tensor() if isinstance(centre, DTensor) else centre).cpu()
             for name, centre in self.centres.items()
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """As every stage, and MARS's start."""
-        super().on_load_checkpoint(checkpoint)
+        """Refuse the checkpoint of another model; take over what the stage began with.
+
+        Raises:
+            ValueError: naming what differs.
+        """
+        identity = ("modality", "architecture", "model_args", "num_classes", "method")
+        refuse_another_model(checkpoint, self.hparams, identity)
+        self.tracker.resume(checkpoint["start"])
         self.centres = checkpoint["mars_start"]
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -189,8 +233,8 @@ class Finetuning(Stage):
         self._score(batch)
 
     def _score(self, batch: Any) -> None:
-        labels, logits = self.labels(batch), self(self.inputs(batch)).float()
-        valid = labels != IGNORED
+        inputs, labels = split(batch)
+        logits, valid = self(inputs).float(), labels != IGNORED
         if valid.any():
             labels, logits = labels[valid], logits[valid]
             self.mean_loss.update(F.cross_entropy(logits, labels), len(labels))
@@ -213,103 +257,32 @@ class Finetuning(Stage):
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Logits (B, C)."""
-        return self(self.inputs(batch))
+        return self(split(batch)[0])
 
 
-class ImageFinetuning(Finetuning):
-    """An image classifier: a timm ViT.
+METHOD_ARGS = {
+    "plain": (),
+    "linear": (),
+    "recadam": ("anneal_k", "anneal_t0", "pretrain_cof"),
+    "mars": ("radius",),
+    "r3f": ("weight", "epsilon", "noise"),
+}
 
-    Args:
-        num_classes: outputs of the head, on the [CLS] token after the final norm.
-        architecture: timm name.
-        **kwargs: see `Finetuning` and `Stage`.
+
+def checked(method: Method, settings: dict[str, Any]) -> dict[str, Any]:
+    """A method's settings, none of which is another method's.
+
+    Raises:
+        ValueError: naming what it does not have.
     """
-
-    def __init__(
-        self, num_classes: int, architecture: str = "vit_base_patch16_224.mae", **kwargs: Any
-    ):
-        super().__init__(num_classes=num_classes, architecture=architecture, **kwargs)
-
-    def build(self, pretrained: bool) -> nn.Module:
-        """A timm model."""
-        h = self.settings
-        return build_vision(h.architecture, h.num_classes, h.model_args or {}, pretrained)
-
-    def load(self, model: nn.Module, source: str) -> None:
-        """The encoder of a masked auto-encoder; the decoder is dropped."""
-        load_encoder(model, source)
-
-    @property
-    def heads(self) -> list[str]:
-        """The classifier."""
-        return ["head"]
-
-    def inputs(self, batch: Any) -> Tensor:
-        """Images (B, 3, H, W)."""
-        return batch[0]
-
-    def labels(self, batch: Any) -> Tensor:
-        """(B,)."""
-        return batch[1]
-
-    def features(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Logits, and what the final norm gives for [CLS]."""
-        found: list[Tensor] = []
-        # a hook, because a sharded model has to be called as a whole
-        handle = self.model.norm.register_forward_hook(lambda m, i, out: found.append(out[:, 0]))
-        try:
-            logits = self(batch[0])
-        finally:
-            handle.remove()
-        return logits, found[0]
-
-
-class TextFinetuning(Finetuning):
-    """A sentence classifier of transformers.
-
-    BERT's pooler counts as part of the head: masked language models have none.
-
-    Args:
-        num_classes: outputs of the head.
-        architecture: a hub name, a folder with config.json, or a model type such as "bert".
-        **kwargs: see `Finetuning` and `Stage`.
-    """
-
-    def __init__(
-        self, num_classes: int, architecture: str = "FacebookAI/roberta-base", **kwargs: Any
-    ):
-        super().__init__(num_classes=num_classes, architecture=architecture, **kwargs)
-
-    def build(self, pretrained: bool) -> nn.Module:
-        """A transformers model for sequence classification."""
-        h = self.settings
-        arguments = {**(h.model_args or {}), "num_labels": h.num_classes}
-        return build_text(h.architecture, "classification", arguments, pretrained)
-
-    def load(self, model: Any, source: str) -> None:
-        """The encoder of a masked language model."""
-        load_completely(model, source, NO_MASKED_MODEL, f"{model.base_model_prefix}.")
-
-    @property
-    def heads(self) -> list[str]:
-        """The classifier, by whatever name it has, and the pooler."""
-        base = self.model.base_model_prefix
-        names = [name for name, _ in self.model.named_children() if name != base]
-        names.append(f"{base}.pooler")
-        return [name for name in names if head_parameters(self.model, name)]
-
-    def inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """All but the labels."""
-        return {name: value for name, value in batch.items() if name != "labels"}
-
-    def labels(self, batch: dict[str, Tensor]) -> Tensor:
-        """(B,)."""
-        return batch["labels"]
-
-    def features(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Logits, and the last layer's first token."""
-        output = self.model(**self.inputs(batch), output_hidden_states=True)
-        return output.logits, output.hidden_states[-1][:, 0]
+    if method not in METHOD_ARGS:
+        raise ValueError(f"method is {method!r}: expected {', '.join(METHOD_ARGS)}")
+    if unknown := sorted(settings.keys() - set(METHOD_ARGS[method])):
+        known = ", ".join(METHOD_ARGS[method]) or "none"
+        raise ValueError(
+            f"method_args has {unknown[0]!r}, and method {method} takes {known}: correct it"
+        )
+    return settings
 
 
 def head_parameters(model: nn.Module, name: str) -> list[nn.Parameter]:

@@ -55,7 +55,7 @@ def mars_start(model: nn.Module, heads: Collection[str] = ()) -> dict[str, Tenso
 
 
 @torch.no_grad()
-def mars_project(model: nn.Module, start: dict[str, Tensor], radius: float) -> nn.Module:
+def mars_project(model: nn.Module, start: dict[str, Tensor], radius: float = 4.0) -> nn.Module:
     """Pull every row back into its ball, in place; call it after each optimizer step.
 
     w_j ← w0_j + d / max(1, ‖d‖₁ / γ) with d = w_j − w0_j: rows inside stay as they are, to the

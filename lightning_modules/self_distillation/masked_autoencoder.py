@@ -53,6 +53,11 @@ class MaskedAutoencoder(nn.Module):
         """Number of patches N of an image."""
         return (self.image_size // self.patch_size) ** 2
 
+    @property
+    def base_model(self) -> nn.Module:
+        """The encoder, by the name that transformers gives to a model below its head."""
+        return self.encoder
+
     def encode(self, images: Tensor) -> Tensor:
         """The final hidden states f(x) of clean images, [CLS] first, then patches row by row.
 

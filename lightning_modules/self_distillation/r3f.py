@@ -15,7 +15,7 @@ def r3f(
     inputs: Tensor | Mapping[str, Any],
     logits: Tensor,
     epsilon: float = 1e-5,
-    noise: Literal["uniform", "normal"] = "uniform",
+    noise: Literal["uniform", "normal"] = "normal",
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """[KL(p ‖ q) + KL(q ‖ p)] / B, with q from noisy embeddings; the loss is CE + λ times this.
@@ -30,8 +30,8 @@ def r3f(
         model: a classifier of timm or transformers.
         inputs: images (B, C, H, W), or keyword arguments of a transformers model, without labels.
         logits: (B, C) of the clean pass, whose softmax is p.
-        epsilon: the noise is from U(−ε, ε) or N(0, ε²).
-        noise: "uniform" or "normal".
+        epsilon: the noise is from N(0, ε²) or U(−ε, ε).
+        noise: "normal" (Gaussian, as in the self-distillation paper) or "uniform".
         generator: source of randomness, on the embeddings' device; torch's own if None.
 
     Returns:
@@ -41,7 +41,7 @@ def r3f(
         ValueError: for another noise, ε of 0 or less, or a model without embedding layer.
     """
     if noise not in ("uniform", "normal"):
-        raise ValueError(f"unknown noise {noise!r}: expected 'uniform' or 'normal'")
+        raise ValueError(f"unknown noise {noise!r}: expected 'normal' or 'uniform'")
     if not epsilon > 0:
         raise ValueError(f"epsilon is {epsilon}: expected the noise's scale, above 0")
 

@@ -132,6 +132,25 @@ def require_convergence(optimizer: RecAdam, schedule: Any, steps: int) -> None:
             annealing({**group, "lr": group["initial_lr"] * share(step)}, step + 1)
 
 
+def require_annealing(optimizer: RecAdam, warmup: float) -> None:
+    """Refuse a RecAdam that is plain Adam by the time the learning rate has warmed up.
+
+    Args:
+        optimizer: its groups have k and t0.
+        warmup: steps of warm-up.
+
+    Raises:
+        ValueError: if λ at the end of warm-up is above 1/2, that is, t0 lies within warm-up.
+    """
+    for group in optimizer.param_groups:
+        if group["anchored"] and group["anneal_t0"] < warmup:
+            raise ValueError(
+                f"RecAdam's anneal_t0 is {group['anneal_t0']:g} and warm-up takes {warmup:g} "
+                "steps: it would be plain Adam before training begins; set "
+                "model.method_args.anneal_t0 above warm-up, or shorten model.warmup"
+            )
+
+
 def annealing(group: dict[str, Any], steps: int) -> float:
     """λ_t of a parameter group at its t-th step.
 

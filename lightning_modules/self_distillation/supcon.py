@@ -1,24 +1,26 @@
-"""Supervised contrastive learning beside cross-entropy.
+"""Supervised contrastive learning, with which an encoder is further pre-trained (Table 5).
 
-Gunel et al., Supervised Contrastive Learning for Pre-trained Language Model Fine-tuning
-(arXiv 2011.01403).
+Khosla et al., Supervised Contrastive Learning (arXiv 2004.11362), Eq. 2. Afterwards the projection
+head is dropped, and a linear classifier trained on the frozen encoder with cross-entropy.
 """
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-def supervised_contrastive(features: Tensor, labels: Tensor, temperature: float = 0.3) -> Tensor:
-    """SCL = mean over anchors i of −1/|P_i| Σ_{j∈P_i} log(exp(φ_i·φ_j/τ) / Σ_{k≠i} exp(φ_i·φ_k/τ)).
+def supervised_contrastive(features: Tensor, labels: Tensor, temperature: float = 0.1) -> Tensor:
+    """L = mean over anchors i of −1/|P_i| Σ_{j∈P_i} log(exp(z_i·z_j/τ) / Σ_{k≠i} exp(z_i·z_k/τ)).
 
-    φ are the features at unit length, P_i the other examples of i's class. Anchors whose class has
-    no other example in the batch are left out. Gunel et al. sum over anchors; the mean keeps the
-    weight α independent of the batch's size. Computed in float32 also under autocast (float64 for
+    z are the features at unit length, P_i the other examples of i's class. Anchors whose class has
+    no other example in the batch are left out. Khosla et al. sum over anchors; the mean keeps the
+    step independent of the batch's size. Computed in float32 also under autocast (float64 for
     float64).
 
     Args:
-        features: (B, D), of [CLS].
+        features: (B, D), projected; with two views of each example B counts both.
         labels: (B,) classes.
         temperature: τ, above 0.
 
@@ -43,22 +45,12 @@ def supervised_contrastive(features: Tensor, labels: Tensor, temperature: float 
         return anchors.sum() / (numbers > 0).sum().clamp(min=1)
 
 
-def contrastive_loss(
-    logits: Tensor, features: Tensor, labels: Tensor, alpha: float = 0.9, temperature: float = 0.3
-) -> Tensor:
-    """(1 − α) · CE + α · SCL.
+def projection_head(encoder: Any, outputs: int = 128) -> nn.Module:
+    """Khosla et al.'s projection: a hidden layer of the encoder's width, and 128 outputs.
 
     Args:
-        logits: (B, C).
-        features: (B, D), of [CLS].
-        labels: (B,) classes.
-        alpha: α, in [0, 1].
-        temperature: τ, above 0.
-
-    Raises:
-        ValueError: for alpha or temperature out of range.
+        encoder: a timm ViT, or a transformers model.
+        outputs: D of the features.
     """
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"alpha is {alpha}: expected a share between 0 and 1")
-    contrast = supervised_contrastive(features, labels, temperature)
-    return (1 - alpha) * F.cross_entropy(logits, labels) + alpha * contrast
+    width = getattr(encoder, "embed_dim", None) or encoder.config.hidden_size
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, outputs))

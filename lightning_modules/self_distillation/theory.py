@@ -96,15 +96,32 @@ class LinearModel:
                 + 1{t=0} · Σ_{i>r} (u_iᵀ w_{0,0})²
 
         by the triangle inequality along each u_i; it falls strictly in t if λ > 0 and ỹ ≠ 0. The
-        constants with which the theorem multiplies it do not depend on t.
+        constants with which the theorem multiplies it do not depend on t. This is the paper's ζ,
+        corrected: see `zeta_as_printed`.
         """
+        aim, start, drop = self._zeta_terms(t)
+        return float(((aim + start).square().sum() + drop).sqrt())
+
+    def zeta_as_printed(self, t: int) -> float:
+        """The ζ(t) of Appendix A, which does not bound ‖w_{t,T}‖ in general.
+
+        ζ(t)² = Σ_{i≤r} q_i (1 − e^{−σ_i² T})² + Σ_{i≤r} (c_i^{(t,0)})² e^{−2σ_i² T}
+                + Σ_{i>r} (c_i^{(t,0)})²,    q_i = (Vᵀ y)_i² / σ_i²,  c_i^{(t,0)} = u_iᵀ w_{t,0}
+
+        The square of w_{t,T} along u_i has the cross term of its two parts besides, which is left
+        out; where it is positive, ‖w_{t,T}‖ may exceed this. It falls strictly in t too.
+        """
+        aim, start, drop = self._zeta_terms(t)
+        return float((aim.square().sum() + start.square().sum() + drop).sqrt())
+
+    def _zeta_terms(self, t: int) -> tuple[Tensor, Tensor, float]:
+        """Sizes of w_{t,T}'s two parts along each u_i, and the square of what A does not reach."""
         _, sigma, v = self.decomposition()
         decay = (-(sigma**2) * self.time).exp()
-        aim = (v.T @ self.targets.double()).abs() / sigma
+        aim = (1 - decay) * (v.T @ self.targets.double()).abs() / sigma
         start = (v.T @ (self.a.T @ self.teacher.double())).abs() / sigma
-        along = (1 - decay) * aim + decay * self._shrinkage(sigma, t) * start
         drop = self.extra_drop() if t == 0 else 0.0
-        return float((along.square().sum() + drop).sqrt())
+        return aim, decay * self._shrinkage(sigma, t) * start, drop
 
     def psi(self, t: int, initial: Tensor) -> float:
         """Theorem 2: ψ(t) = ‖w_init‖ + ζ(t), which ‖w_init − w_{t,T}‖ does not exceed.

@@ -36,8 +36,6 @@ from recipes.experiment import Experiment, StageResult, from_command_line, group
 from recipes.report import write_json
 from recipes.self_distillation.tables import Report, Results, Tables
 
-TEACHER = "callbacks.frozen_teacher.FrozenTeacher"
-
 
 @dataclass
 class Study:
@@ -231,7 +229,6 @@ class Study:
         settings = {**begun, **settings}
         if teacher := settings.pop("teacher", None):
             settings["model.teacher_from"] = adapted[teacher].checkpoint
-            settings["trainer.callbacks"] = [{"class_path": TEACHER}]
         if times := settings.pop("times", None):
             trainer = self.parsed("adapt").trainer
             length = "max_steps" if trainer.max_steps > 0 else "max_epochs"

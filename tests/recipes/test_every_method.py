@@ -13,7 +13,7 @@ import timm
 import torch
 
 from lightning_modules.pela import PELA
-from lightning_modules.self_distillation import ImageAdaptation, MaskedAutoencoder, mae_decoder
+from lightning_modules.self_distillation import Adaptation, MaskedAutoencoder, mae_decoder
 from tests.recipes import stage_runs
 from tests.recipes.stage_runs import Killed, assert_same, logged, under_both_strategies
 
@@ -27,13 +27,16 @@ STAGES = {
     "vera/glue": ["--data.limit=80"],
     "vera/e2e": ["--data.limit=80"],
     "self_distillation/images_finetune": ["--data.per_class=20", "--model.method=mars", BY_STEPS],
-    "self_distillation/text_finetune": ["--model.method=recadam", BY_STEPS],
+    "self_distillation/text_finetune": [
+        "--model.method=recadam",
+        '--model.method_args={"anneal_t0": 4, "pretrain_cof": 200}',
+        BY_STEPS,
+    ],
     "self_distillation/text_adapt": [BY_STEPS],
     DISTIL: [
         "--model.distil=hidden",
         "--model.match=all",
         BY_STEPS,
-        "--trainer.callbacks+=callbacks.frozen_teacher.FrozenTeacher",
     ],
     REPAIR: [
         f"--model.model_args={json.dumps(VIT | NOISE)}",
@@ -69,7 +72,7 @@ def scattered(model):
     return dict(model.state_dict())
 
 
-TEACHERS = {PELA: dense_weights, ImageAdaptation: further_weights}
+TEACHERS = {PELA: dense_weights, Adaptation: further_weights}
 
 
 class Witness(stage_runs.Witness):
@@ -77,7 +80,8 @@ class Witness(stage_runs.Witness):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if type(pl_module) not in TEACHERS:
+        without = pl_module.hparams.get("distil", "always") is None  # further pre-training
+        if type(pl_module) not in TEACHERS or without:
             return
         teacher = pl_module.teacher
         assert not teacher.training and not any(p.requires_grad for p in teacher.parameters())

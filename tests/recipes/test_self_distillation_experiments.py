@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from transformers import BertConfig, BertModel, BertTokenizer
 
-from lightning_modules.self_distillation import ImageAdaptation
+from lightning_modules.self_distillation import Adaptation
 from recipes.experiment import Experiment, presets, read_history
 from recipes.self_distillation import tables, theory
 from recipes.self_distillation.adaptation import divided, read_grid
@@ -207,7 +207,7 @@ def test_your_own_texts(scratch, capsys):
 
 
 def test_what_is_best_on_validation_is_scored(scratch):
-    pretrained = ImageAdaptation(
+    pretrained = Adaptation(
         "vit_tiny_patch16_224", model_args={**VIT, "embed_dim": 32, "depth": 2},
         decoder_args={"depth": 1, "width": 16, "heads": 2},
     )  # fmt: skip
@@ -234,7 +234,7 @@ def test_what_is_best_on_validation_is_scored(scratch):
 def test_score_by_size(scratch, monkeypatch):
     for part, count in {"train": 30, "val": 3}.items():
         write_images(Path("data/cifar10") / part, ["cat", "dog"], count)
-    pretrained = ImageAdaptation(
+    pretrained = Adaptation(
         "vit_tiny_patch16_224", model_args=SMALL, decoder_args={"depth": 2, "width": 64, "heads": 4}
     )
     pretrained.configure_model()

@@ -71,24 +71,21 @@ def test_pixels(reduction):
 
 
 def test_tokens():
-    student, teacher = pair(2, 3, 4)
-    mask = torch.tensor([[1, 0, 1], [0, 1, 0]]).bool()
-    divergence = 0.0
-    for i, k in ((0, 0), (0, 2), (1, 1)):
-        p, q = teacher[i, k].softmax(-1), student[i, k].softmax(-1)
-        divergence += (p * (p / q).log()).sum()
-    sides = [side[mask] for side in (student, teacher)]
-    total = token_prediction_matching(*sides, mask)
-    torch.testing.assert_close(total, divergence / 2)
-    mean = token_prediction_matching(*sides, mask, "mean")
-    torch.testing.assert_close(mean, divergence / 3)
-    assert token_prediction_matching(sides[0], sides[0], mask) == 0
-    nothing = torch.zeros_like(mask)
-    for reduction in ("sum", "mean"):
-        none = [side[nothing] for side in (student, teacher)]
-        loss = token_prediction_matching(*none, nothing, reduction)
-        loss.backward()
-        assert loss == 0 and not student.grad.any()
+    """The divergences of all positions but padding, hidden or not."""
+    student, teacher = pair(3, 5, 4)
+    for attention in (None, ATTENTION):
+        terms = []
+        for i in range(3):
+            places = range(5) if attention is None else ATTENTION[i].nonzero()[:, 0].tolist()
+            terms.append([])
+            for t in places:
+                p, q = teacher[i, t].softmax(-1), student[i, t].softmax(-1)
+                terms[-1].append((p * (p / q).log()).sum())
+        total = token_prediction_matching(student, teacher, attention)
+        torch.testing.assert_close(total, sum(map(sum, terms)) / 3)
+        mean = token_prediction_matching(student, teacher, attention, "mean")
+        torch.testing.assert_close(mean, sum(sum(one) / len(one) for one in terms) / 3)
+    assert token_prediction_matching(student, student) == 0
 
 
 @pytest.mark.parametrize(
@@ -96,7 +93,7 @@ def test_tokens():
     [
         distillation,
         prediction_matching,
-        lambda s, t: token_prediction_matching(s, t, torch.ones(s.shape[:2], dtype=torch.bool)),
+        token_prediction_matching,
     ],
 )
 def test_gradients_reach_the_student_only_and_in_float32(loss):

@@ -9,19 +9,18 @@ import torch
 from torch.nn import functional as F
 from transformers import ViTMAEConfig, ViTMAEForPreTraining, ViTMAEModel
 
-from callbacks.frozen_teacher import FrozenTeacher
 from datamodules.loading import build_loader
 from lightning_modules.self_distillation import (
-    ImageAdaptation,
-    ImageFinetuning,
-    TextAdaptation,
-    TextFinetuning,
+    Adaptation,
+    Finetuning,
     distance,
     fingerprint,
     from_transformers,
     masked_autoencoding,
     r3f,
+    supervised_contrastive,
 )
+from lightning_modules.self_distillation.adaptation_module import split
 from lightning_modules.weights import read_state_dict
 
 VIT = {
@@ -83,14 +82,14 @@ def batch(kind):
 def adaptation(kind, **settings):
     torch.manual_seed(3)  # of weights that no file gives
     if kind == "images":
-        return ImageAdaptation(**VIT, decoder_args=DECODER, norm_pix=False, **settings)
-    return TextAdaptation(**BERT, **settings)
+        settings = {"mae_args": {"norm_pix": False}, **settings}
+        return Adaptation(**VIT, decoder_args=DECODER, **settings)
+    return Adaptation(**BERT, modality="text", **settings)
 
 
 def finetuning(kind, **settings):
     torch.manual_seed(4)
-    stage = {"images": ImageFinetuning, "text": TextFinetuning}[kind]
-    return stage(CLASSES, **{"images": VIT, "text": BERT}[kind], **settings)
+    return Finetuning(CLASSES, modality=kind, **{"images": VIT, "text": BERT}[kind], **settings)
 
 
 def fit(module, kind, folder, steps=2, ckpt_path=None, callbacks=(), **settings):
@@ -151,17 +150,19 @@ def test_one_backward_is_the_two_of_the_public_code(kind, files):
     assert not any(p.grad is not None for p in module.teacher.parameters())
 
     module.model.zero_grad()
-    inputs = module.inputs(examples)
+    inputs = split(examples)[0]
     torch.manual_seed(0)
-    hidden = module.hide(examples)
-    prediction = module.predict(module.model, examples, hidden)
-    mae = module.error(prediction, examples, hidden)
+    args = (module.model, inputs, None, Data.tokenizer)
+    hidden = module.objective.hide(*args)
+    prediction = module.objective.predict(module.model, inputs, hidden, everywhere=False)
+    mae = module.objective.loss(module.model, prediction, inputs, hidden)
     if kind == "images":
         reference = masked_autoencoding(module.model, inputs, hidden, norm_pix=False)
         torch.testing.assert_close(mae, reference)
     (0.3 * mae).backward()
-    cls = [net.encode(inputs)[:, 0] for net in (module.model, module.teacher)]
-    distillation = (cls[0] - cls[1]).square().sum(1).mean()
+    tokens = slice(0, 1) if kind == "images" else slice(None)  # [CLS], or every one
+    states = [net.encode(inputs)[:, tokens] for net in (module.model, module.teacher)]
+    distillation = (states[0] - states[1]).square().sum((1, 2)).mean()
     distillation.backward()
     torch.testing.assert_close(together, gradients(module))
     expected = {
@@ -182,7 +183,7 @@ def test_the_student_begins_with_the_original_and_the_teacher_stays(kind, files,
             seen.append(fingerprint(pl_module.teacher.state_dict()))
 
     module = distilling(kind, files, lr=1e-2)
-    student = fit(module, kind, tmp_path, callbacks=[FrozenTeacher(), Watch()])
+    student = fit(module, kind, tmp_path, callbacks=[Watch()])
     found = torch.load(student, weights_only=True)
     assert found["start"] == fingerprint(read_state_dict(original))
     assert set(seen) == {fingerprint(read_state_dict(further))}
@@ -226,37 +227,64 @@ def test_finetuning_takes_the_encoder(kind, files):
 
 
 @pytest.mark.parametrize("kind", ["images", "text"])
-def test_the_losses_of_the_rivals(kind, files):
-    examples = batch(kind)
-    logits = {}
-    for method in ("plain", "r3f", "supcon"):
-        settings = {"method": method, "r3f_weight": 2.0, "r3f_epsilon": 1.0}
-        module = alone(finetuning(kind, init_from=str(files[kind][0]), **settings), kind, False)
+def test_r3f_beside_cross_entropy(kind, files):
+    inputs, labels = split(batch(kind))
+    for method, settings in {"plain": {}, "r3f": {"weight": 2.0, "epsilon": 1.0}}.items():
+        module = finetuning(
+            kind, init_from=str(files[kind][0]), method=method, method_args=settings
+        )
+        alone(module, kind, teacher=False)
         torch.manual_seed(0)
-        loss = module.training_step(examples, 0)
-        logits[method], features = module.features(examples)
-        labels = module.labels(examples)
-        cross = F.cross_entropy(logits[method], labels)
-        if method == "plain":
-            torch.testing.assert_close(loss, cross)
-        elif method == "r3f":
+        loss = module.training_step(batch(kind), 0)
+        logits = module(inputs)
+        expected = F.cross_entropy(logits, labels)
+        if method == "r3f":
             torch.manual_seed(0)
-            noisy = r3f(module.model, module.inputs(examples), logits[method], 1.0)
-            torch.testing.assert_close(loss, cross + 2.0 * noisy)
+            noisy = r3f(module.model, inputs, logits, 1.0, "normal")
             assert noisy > 1e-6
-        else:
-            unit = F.normalize(features, dim=1)
-            similar = (unit @ unit.T / 0.3).masked_fill(torch.eye(4, dtype=torch.bool), -1e9)
-            # of the labels 0, 1, 2, 0 only the first and the last have a positive
-            contrast = -(similar.log_softmax(1)[[0, 3], [3, 0]]).mean()
-            torch.testing.assert_close(loss, 0.1 * cross + 0.9 * contrast)
-    torch.testing.assert_close(logits["plain"], logits["supcon"])
+            expected = expected + 2.0 * noisy
+        torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize("kind", ["images", "text"])
+def test_supcon_pre_trains_and_a_linear_classifier_follows(kind, files, tmp_path):
+    """Table 5: two views, the projected [CLS]; then the head alone, on the frozen encoder."""
+    settings = {"mae_weight": 0.0, "supcon_temperature": 0.2, "lr": 1e-2}
+    module = adaptation(kind, init_from=str(files[kind][0]), **settings)
+    contrast = fit(module, kind, tmp_path / "contrast")
+    examples = batch(kind)
+    inputs, labels = split(examples)
+    alone(module, kind, teacher=False).eval()
+    loss = module.training_step(examples, 0)
+    mirrored = inputs.flip(-1) if kind == "images" else inputs
+    features = [module.model.projection(module.model.encode(x)[:, 0]) for x in (inputs, mirrored)]
+    expected = supervised_contrastive(torch.cat(features), torch.cat([labels, labels]), 0.2)
+    torch.testing.assert_close(loss, expected)
+    assert set(module.logged) == {"train/contrast", "train/loss"}
+    before, after = (read_state_dict(one) for one in (files[kind][0], contrast))
+    # but what BERT's head shares with its embeddings
+    prefix = {"images": "decoder.", "text": ("cls.predictions.bias", "cls.predictions.t")}[kind]
+    moved = {n for n in before if not torch.equal(before[n], after[n])}
+    assert len(moved) > 20 and not any(n.startswith(prefix) for n in moved)  # no loss reaches it
+
+    linear = finetuning(kind, init_from=str(contrast), method="linear", lr=1e-2)
+    whole = read_state_dict(fit(linear, kind, tmp_path / "linear"))
+    heads = tuple(f"{head}." for head in linear.heads)
+    name = {"images": "encoder.{}", "text": "{}"}[kind]
+    for key, value in whole.items():
+        assert key.startswith(heads) or torch.equal(value, after[name.format(key)])
+    start = finetuning(kind, init_from=str(contrast))
+    start.configure_model()
+    assert not torch.equal(
+        start.model.state_dict()[f"{heads[0]}weight"], whole[f"{heads[0]}weight"]
+    )
 
 
 @pytest.mark.parametrize("method", ["mars", "recadam"])
-def test_a_rival_resumes_with_the_weights_it_began_with(method, files, tmp_path):
+def test_a_baseline_resumes_with_the_weights_it_began_with(method, files, tmp_path):
     original = str(files["images"][0])
-    settings = {"method": method, "lr": 3e-3, "radius": 0.02, "pretrain_cof": 200, "anneal_t0": 2}
+    choices = {"mars": {"radius": 0.02}, "recadam": {"pretrain_cof": 200, "anneal_t0": 2}}
+    settings = {"method": method, "lr": 3e-3, "method_args": choices[method]}
     whole = finetuning("images", init_from=original, **settings)
     fit(whole, "images", tmp_path / "whole", 4)
     resumed = finetuning("images", **settings)  # without init_from: the checkpoint has it all
@@ -265,7 +293,6 @@ def test_a_rival_resumes_with_the_weights_it_began_with(method, files, tmp_path)
     for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other)
     if method == "mars":  # saved weights are projected ones
-        start = finetuning("images", init_from=original).build(pretrained=False).state_dict()
         original_weights = read_state_dict(original)
         for state in (read_state_dict(first), whole.model.state_dict()):
             change = state["head.weight"].abs().sum(1)
@@ -273,36 +300,48 @@ def test_a_rival_resumes_with_the_weights_it_began_with(method, files, tmp_path)
             name = "blocks.0.mlp.fc1.weight"
             gone = (state[name] - original_weights[f"encoder.{name}"]).abs().sum(1)
             assert (gone <= 0.02 + 1e-6).all() and gone.max() > 0.019
-        assert start.keys() == whole.model.state_dict().keys()
 
 
 def test_recadam_has_plain_adam_for_the_head(files):
     module = finetuning("images", method="recadam", init_from=str(files["images"][0]))
     module.configure_model()
     groups = [{"params": list(module.model.parameters()), "weight_decay": 0.0}]
-    free = [g for g in module.build_optimizer(groups).param_groups if not g["anchored"]]
+    free = [g for g in module.recadam(groups).param_groups if not g["anchored"]]
     assert [id(p) for g in free for p in g["params"]] == [
         id(p) for p in module.model.head.parameters()
     ]
 
 
 def test_recadam_that_diverges_is_refused(files, tmp_path):
-    module = finetuning("images", method="recadam", lr=1e-3, pretrain_cof=5000.0)
+    settings = {"method": "recadam", "lr": 1e-3, "method_args": {"pretrain_cof": 5000.0}}
+    module = finetuning("images", **settings)
     with pytest.raises(ValueError, match="RecAdam diverges: lr 0.001 · pretrain_cof 5000"):
         fit(module, "images", tmp_path)
     # warm-up brings lr · γ to 0, 1.67, 3.33 and 5
-    late = finetuning("images", method="recadam", lr=1e-3, pretrain_cof=5000.0, warmup=3)
+    late = finetuning("images", **settings, warmup=3)
     with pytest.raises(ValueError, match=r"lr 0.000666667 · .* is 3.33333 at step 3, expected"):
         fit(late, "images", tmp_path, steps=4)
     assert late.trainer.global_step == 0
 
 
+def test_recadam_that_is_plain_adam_before_warm_up_ends_is_refused(tmp_path):
+    settings = {"method": "recadam", "method_args": {"anneal_t0": 2, "pretrain_cof": 100.0}}
+    early = finetuning("images", **settings, warmup=3)
+    with pytest.raises(ValueError, match="anneal_t0 is 2 and warm-up takes 3 steps: it would be"):
+        fit(early, "images", tmp_path, steps=6)
+    assert early.trainer.global_step == 0
+    fit(finetuning("images", **settings, warmup=2), "images", tmp_path, steps=4)
+    as_share = finetuning("images", **settings, warmup=0.6)
+    with pytest.raises(ValueError, match="warm-up takes 2.4 steps"):
+        fit(as_share, "images", tmp_path, steps=4)
+
+
 def test_checkpoints_load_by_themselves_and_refuse_others(files):
-    again = ImageAdaptation.load_from_checkpoint(files["images"][1])
+    again = Adaptation.load_from_checkpoint(files["images"][1])
     assert again.start == fingerprint(read_state_dict(files["images"][0]))
     narrow = copy.deepcopy(VIT)
     narrow["model_args"]["embed_dim"] = 8
-    other = ImageAdaptation(**narrow, decoder_args=DECODER)
+    other = Adaptation(**narrow, decoder_args=DECODER)
     with pytest.raises(ValueError, match="of another model: its model_args is .*use model.init_fr"):
         other.on_load_checkpoint(torch.load(files["images"][1], weights_only=True))
 
@@ -326,7 +365,7 @@ def test_the_distance_is_logged_as_long_as_the_start_is_known(stage, kind, files
     whole = stage(kind, **settings)
     fit(whole, kind, tmp_path / "whole", 4, log_every_n_steps=2)
     assert whole.trainer.callback_metrics["train/distance"] == pytest.approx(gone(whole), rel=1e-5)
-    assert gone(whole) > 0.01 and not whole.origin
+    assert gone(whole) > 0.01 and not whole.tracker.origin
 
     first = tmp_path / "whole" / "epoch=0-step=2.ckpt"
     again = stage(kind, **settings)
@@ -350,8 +389,8 @@ def test_a_name_whose_weights_come_without_a_decoder(tmp_path):
     encoder.save_pretrained(tmp_path / "encoder")
     for architecture in (str(tmp_path / "encoder"), "vit_base_patch16_224.mae"):
         with pytest.raises(ValueError, match=f"{architecture} has no decoder, .*--decoder_steps"):
-            ImageAdaptation(architecture, pretrained=True).configure_model()
-    new = ImageAdaptation(str(tmp_path / "encoder"), pretrained=True, train="decoder")
+            Adaptation(architecture, pretrained=True).configure_model()
+    new = Adaptation(str(tmp_path / "encoder"), pretrained=True, train="decoder")
     new.configure_model()
     for name, value in encoder.state_dict().items():
         assert torch.equal(new.model.encoder.state_dict()[name], value), name
@@ -363,7 +402,7 @@ def test_a_hub_model_at_another_image_size_and_in_training_mode(tmp_path):
     from_transformers(plain)  # sets the positions
     plain.save_pretrained(tmp_path / "mae")
     same, larger = (
-        ImageAdaptation(str(tmp_path / "mae"), pretrained=True, model_args=args)
+        Adaptation(str(tmp_path / "mae"), pretrained=True, model_args=args)
         for args in ({"hidden_dropout_prob": 0.5}, {"image_size": 12})
     )
     for module in (same, larger):
@@ -379,14 +418,20 @@ def test_a_hub_model_at_another_image_size_and_in_training_mode(tmp_path):
 def test_bad_input(files, tmp_path):
     with pytest.raises(ValueError, match="mae_weight is 0.0 and distil is None: expected a weigh"):
         adaptation("images", mae_weight=0.0)
-    with pytest.raises(ValueError, match="mask_ratio is 1.5: expected a share between 0 and 1"):
-        adaptation("images", mask_ratio=1.5)
+    with pytest.raises(ValueError, match="has the ratio 1.5: expected a share between 0 and 1"):
+        adaptation("images", mae_args={"ratio": 1.5})
+    with pytest.raises(ValueError, match="mae_args is {'norm': 1} for text: .*argument 'norm'"):
+        adaptation("text", mae_args={"norm": 1})
+    with pytest.raises(ValueError, match="modality is 'sound': expected 'images' or 'text'"):
+        Adaptation(modality="sound")
+    with pytest.raises(ValueError, match="supcon_temperature is 0.1 beside mae_weight 1.0"):
+        adaptation("images", supcon_temperature=0.1)
+    with pytest.raises(ValueError, match="method_args has 'radius', and method recadam takes anne"):
+        finetuning("images", method="recadam", method_args={"radius": 1.0})
+    with pytest.raises(ValueError, match="method is 'supcon': expected plain, linear, recadam"):
+        finetuning("images", method="supcon")
     with pytest.raises(ValueError, match="teacher has no weights: give model.teacher_from"):
         adaptation("images", distil="hidden").build_teacher()
-    module = alone(distilling("images", files), "images", teacher=False)
-    with pytest.raises(ValueError, match="there is no teacher: add callbacks.frozen_teacher"):
-        module.training_step(batch("images"), 0)
-
     encoder_only = tmp_path / "encoder.pt"
     whole = read_state_dict(files["images"][0])
     encoder = {n.removeprefix("encoder."): v for n, v in whole.items() if n.startswith("encoder.")}
@@ -402,6 +447,18 @@ def test_bad_input(files, tmp_path):
         adaptation("text", init_from=str(headless)).configure_model()
     adaptation("text", init_from=str(headless), train="decoder").configure_model()
     finetuning("text", init_from=str(headless)).configure_model()
+
+
+def test_a_checkpoint_from_before_says_what_to_do(files, tmp_path):
+    """ImageAdaptation's and TextAdaptation's had no modality; the weights' names are the same."""
+    for kind in ("images", "text"):
+        old = torch.load(files[kind][1], weights_only=True)
+        del old["hyper_parameters"]["modality"]
+        torch.save(old, tmp_path / "old.ckpt")
+        for stage in (adaptation, finetuning):
+            with pytest.raises(ValueError, match="its modality is None, .* use model.init_from"):
+                stage(kind).on_load_checkpoint(old)
+            stage(kind, init_from=str(tmp_path / "old.ckpt")).configure_model()
 
 
 def test_hyperparameters_are_plain(files):

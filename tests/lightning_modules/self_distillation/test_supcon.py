@@ -1,11 +1,13 @@
 """The contrastive loss against its formula; anchors without positives."""
 
 import pytest
+import timm
 import torch
 from torch.nn import functional as F
+from transformers import BertConfig, BertModel
 
-from lightning_modules.self_distillation import contrastive_loss
-from lightning_modules.self_distillation.supcon import supervised_contrastive
+from lightning_modules.self_distillation import supervised_contrastive
+from lightning_modules.self_distillation.supcon import projection_head
 
 LABELS = torch.tensor([0, 1, 0, 2, 1, 0])  # class 2 has one example
 
@@ -30,12 +32,9 @@ def reference(x, labels, temperature):
 def test_its_formula():
     x = features()
     expected = reference(x, LABELS, 0.3)
-    torch.testing.assert_close(supervised_contrastive(x, LABELS), expected)
-    torch.testing.assert_close(supervised_contrastive(3 * x, LABELS), expected)  # unit length
-    logits = torch.randn(6, 3, dtype=torch.float64)
-    mixed = contrastive_loss(logits, x, LABELS)
-    torch.testing.assert_close(mixed, 0.1 * F.cross_entropy(logits, LABELS) + 0.9 * expected)
-    assert contrastive_loss(logits, x, LABELS, alpha=0) == F.cross_entropy(logits, LABELS)
+    torch.testing.assert_close(supervised_contrastive(x, LABELS, 0.3), expected)
+    torch.testing.assert_close(supervised_contrastive(3 * x, LABELS, 0.3), expected)  # unit length
+    torch.testing.assert_close(supervised_contrastive(x, LABELS), reference(x, LABELS, 0.1))
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -57,7 +56,7 @@ def test_float32_under_autocast():
 def test_gradients_draw_a_class_together():
     x = features().requires_grad_()
     for _ in range(300):
-        (gradient,) = torch.autograd.grad(supervised_contrastive(x, LABELS), x)
+        (gradient,) = torch.autograd.grad(supervised_contrastive(x, LABELS, 0.3), x)
         x = (x - gradient).detach().requires_grad_()
     unit = F.normalize(x, dim=-1)
     assert unit[0] @ unit[2] > 0.99 > unit[0] @ unit[1]
@@ -66,5 +65,18 @@ def test_gradients_draw_a_class_together():
 def test_bad_settings():
     with pytest.raises(ValueError, match="temperature is 0: expected a number above 0"):
         supervised_contrastive(features(), LABELS, 0)
-    with pytest.raises(ValueError, match="alpha is 1.5: expected a share between 0 and 1"):
-        contrastive_loss(torch.zeros(6, 3), features(), LABELS, alpha=1.5)
+
+
+def test_the_projection_has_the_encoders_width():
+    settings = {"img_size": 8, "patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 2}
+    for encoder in (
+        timm.create_model("vit_tiny_patch16_224", num_classes=0, **settings),
+        BertModel(
+            BertConfig(
+                vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
+                intermediate_size=8,
+            )
+        ),
+    ):  # fmt: skip
+        head = projection_head(encoder)
+        assert [tuple(p.shape) for p in head.parameters()] == [(8, 8), (8,), (128, 8), (128,)]

@@ -104,6 +104,28 @@ def test_zeta_falls_strictly_and_bounds_the_weights(setting):
         assert setting.fine_tuned(t).norm() <= bounds[t] + 1e-12
 
 
+def test_the_printed_zeta_lacks_the_cross_term():
+    """It falls strictly, and is exact but for the cross term; the corrected one bounds where it
+    does not."""
+    exceeded = 0
+    for seed in range(40):
+        setting = linear(d=24, n=16, p=3, ridge=0.02, time=1.0, seed=seed)
+        printed = [setting.zeta_as_printed(t) for t in ROUNDS]
+        assert all(a > b for a, b in itertools.pairwise(printed))
+        for t in ROUNDS:
+            size = setting.fine_tuned(t).norm()
+            u, sigma, v = setting.decomposition()
+            decay = (-(sigma**2) * setting.time).exp()
+            cross = (
+                2 * (1 - decay) * (v.T @ setting.targets) / sigma * decay
+                * (u.T @ setting.closed_form(t))
+            ).sum()  # fmt: skip
+            assert printed[t] ** 2 == pytest.approx(float(size**2 - cross), rel=1e-9)
+            assert size <= setting.zeta(t) * (1 + 1e-12)
+            exceeded += bool(size > printed[t])
+    assert exceeded > 0
+
+
 def test_psi_falls_strictly_and_bounds_the_distance(setting):
     initial = torch.randn(len(setting.teacher), generator=torch.Generator().manual_seed(7)).double()
     bounds = [setting.psi(t, initial) for t in ROUNDS]
