@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 # an element costs about as much as so many multiply-adds of a dense product: it moves two numbers
 # through memory for each token (measured by benchmarks/apet_step.py)
 GATHER_COST = 12
-GATHERED = 1 << 22  # numbers in one piece of the gathered product
+GATHERED = 1 << 19  # numbers in one piece of the gathered product
 
 
 class Tuned(nn.Module):
@@ -67,15 +67,15 @@ class TunedLinear(Tuned):
         weight: Any = self._parameters["weight"]
         values = self._parameters.get("apet_add_weight")
         index = self._buffers.get("apet_index_weight")
+        bias = self._parameters.get("apet_bias")
+        if bias is None and self._parameters.get("bias") is not None:
+            bias = self.tuned("bias")
+        bias = None if bias is None else bias.to(x.dtype)
         if values is not None and index is not None:
-            y = _TunedLinear.apply(x, weight, values, index, tall)
+            y = _TunedLinear.apply(x, weight, bias, values, index, tall)
         else:
             weight = self.tuned("weight").to(x.dtype)
-            y = x @ weight if tall else F.linear(x, weight)
-        if self._parameters.get("bias") is not None:
-            y = y + self.tuned("bias").to(y.dtype)
-        if "apet_bias" in self._parameters:
-            y = y + self.apet_bias.to(y.dtype)
+            y = F.linear(x, weight.T if tall else weight, bias)
         output = y
         if "apet_w4" in self._parameters:
             w3, w4 = self.terms()
@@ -101,6 +101,24 @@ class TunedLinear(Tuned):
         return w5, b5, _rows(self, "w6"), self._parameters.get("apet_b6")
 
 
+class TunedEmbedding(Tuned):
+    """An embedding that adds to the rows which a batch reads, and to no copy of the whole table."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        table: Any = self._parameters["weight"]
+        values = self._parameters.get("apet_add_weight")
+        index: Any = self._buffers.get("apet_index_weight")
+        if values is None or index is None or self.max_norm is not None:
+            return super().forward(ids)
+        rows, place = ids.unique(return_inverse=True)
+        row, column = index // table.shape[1], index % table.shape[1]
+        at_row = torch.searchsorted(rows, row).clamp(max=len(rows) - 1)
+        read = rows[at_row] == row
+        where = (at_row[read], column[read])
+        read_rows = table[rows].to(values.dtype).index_put(where, values[read], accumulate=True)
+        return F.embedding(place, read_rows.to(table.dtype))
+
+
 class _ScatterAdd(torch.autograd.Function):
     """A parameter with values added at some of its elements."""
 
@@ -122,27 +140,35 @@ class _TunedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, values: Tensor, index: Tensor, tall: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        values: Tensor,
+        index: Tensor,
+        tall: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, values, index)
         ctx.tall = tall
         full = added(weight, values, index).to(x.dtype)
-        return x @ full if tall else F.linear(x, full)
+        return F.linear(x, full.T if tall else full, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, values, index = ctx.saved_tensors
-        grad_x = grad_values = None
+        grad_x = grad_bias = grad_values = None
         if ctx.needs_input_grad[0]:
             full = added(weight, values, index).to(grad.dtype)
             grad_x = grad @ (full.T if ctx.tall else full)
         if ctx.needs_input_grad[2]:
+            grad_bias = grad.flatten(0, -2).sum(0)
+        if ctx.needs_input_grad[3]:
             # rows of the weight are those of `left`
             left, right = (x, grad) if ctx.tall else (grad, x)
             left, right = left.flatten(0, -2), right.flatten(0, -2)
             grad_values = at(left, right, index, weight.shape[1]).to(values.dtype)
-        return grad_x, None, grad_values, None, None
+        return grad_x, None, grad_bias, grad_values, None, None
 
 
 def added(base: Tensor, values: Tensor, index: Tensor) -> Tensor:
@@ -181,10 +207,10 @@ def tuned_class(kind: Any, names: tuple[str, ...]) -> type:
     def seen(name: str) -> property:
         return property(lambda module: module.tuned(name))
 
-    base = TunedLinear if kind in (nn.Linear, Conv1D) else Tuned
+    base = {nn.Linear: TunedLinear, Conv1D: TunedLinear, nn.Embedding: TunedEmbedding}
     members: dict[str, Any] = {name: seen(name) for name in names}
     members |= {"apet_kind": kind, "apet_names": names, "__module__": kind.__module__}
-    return type(kind.__name__, (base, kind), members)
+    return type(kind.__name__, (base.get(kind, Tuned), kind), members)
 
 
 def _rebuild(kind: type, names: tuple[str, ...]) -> Any:

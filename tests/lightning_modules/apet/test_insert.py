@@ -458,3 +458,21 @@ def test_heads_train_in_full_and_do_not_count():
     model = insert(made("bert"), 40, heads=["classifier"])
     assert count(model) == 40 + 3 * 32 + 3
     assert not any("classifier" in name for name in tunables(model))
+
+
+def test_an_embedding_adds_to_the_rows_that_are_read():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(50, 6).double())
+    table = model[0].weight.detach().clone()
+    insert(model, 90, seed=1, operations=["add"])
+    scatter(model)
+    ids = torch.tensor([[3, 3, 9], [49, 0, 3]])
+    whole = model[0].tuned("weight")
+    assert not torch.equal(whole, table)
+    assert torch.equal(model(ids), whole[ids])
+    weights = torch.randn(2, 3, 6, dtype=torch.float64)
+    [values] = tunables(model).values()
+    [grad] = torch.autograd.grad((model(ids) * weights).sum(), values)
+    [expected] = torch.autograd.grad((model[0].tuned("weight")[ids] * weights).sum(), values)
+    torch.testing.assert_close(grad, expected)
+    assert grad.count_nonzero() < 90

@@ -1,0 +1,100 @@
+"""A training step with APET's insertions beside peft's LoRA of the same budget: time and memory.
+
+    python -m benchmarks.apet_step                    about ten minutes on one core
+    python -m benchmarks.apet_step --quick            a few seconds: does it run
+
+Forward, backward and AdamW step of RoBERTa-base's shape (random weights, sequences of 128 tokens,
+dropout .1, the classifier frozen in all). LoRA of rank r adapts queries and values; APET gets as
+many parameters, by one operation alone and by all three. Elements (ADD) need ∂L/∂W at scattered
+places, terms (CONCAT) and neurons (PLUG) lie in layers that the seed draws. Goals: at most 1.1
+times LoRA's time, and 1.1 times its peak memory above the weights and AdamW's moments.
+"""
+
+import cpu_torchvision  # noqa: F401  (first: see its docstring)
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from benchmarks.paired import machine, markdown, rounds, spread
+from benchmarks.vera_step import TARGETS, Case, peak_bytes, training_step
+from lightning_modules.apet import insert
+from lightning_modules.tuning import trainable
+
+RANKS = (1, 8, 24)
+OPERATIONS = (["add"], ["concat"], ["plug"], ["add", "concat", "plug"])
+
+
+def lora(case: Case, rank: int) -> nn.Module:
+    """peft's LoRA with nothing else trained."""
+    config = LoraConfig(r=rank, target_modules=TARGETS)
+    return get_peft_model(case.build(), config)
+
+
+def compare(
+    case: Case, rank: int, repeats: int, seconds: float, device: torch.device
+) -> list[list[str]]:
+    """Rows of the table for one budget."""
+    base = lora(case, rank)
+    budget = sum(parameter.numel() for parameter in trainable(base).values())
+    models = {"LoRA": base} | {
+        "+".join(operations): insert(case.build(), budget, 0, operations)
+        for operations in OPERATIONS
+    }
+    calls: dict[str, Callable[[], None]] = {
+        name: training_step(model, case, device) for name, model in models.items()
+    }
+    memory = {name: peak_bytes(call, device)[0] for name, call in calls.items()}
+    measured = rounds(calls, repeats, seconds, device)
+    return [
+        [
+            str(case),
+            f"{budget:,} (r = {rank})",
+            name,
+            spread([took[name] / took["LoRA"] for took in measured]),
+            f"{memory[name] / memory['LoRA']:.3f}",
+            str(len(measured)),
+        ]
+        for name in models
+        if name != "LoRA"
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, and print Markdown."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--repeats", type=int, default=8, help="rounds at most (default: 8)")
+    parser.add_argument("--seconds", type=float, default=90.0, help="for each budget (default: 90)")
+    parser.add_argument("--quick", action="store_true", help="a toy model, three rounds")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
+    parser.add_argument("--tokens", type=int, default=1024, help="in a batch (default: 1024)")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda"
+    )
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    device = torch.device(options.device)
+    case, ranks, repeats = Case(options.tokens // 128, 128, options.layers), options.ranks, 3
+    if options.quick:
+        case, ranks = Case(4, 16, layers=2, hidden=32), [1]
+    else:
+        repeats = options.repeats
+    rows = [row for r in ranks for row in compare(case, r, repeats, options.seconds, device)]
+    command = shlex.join(["python", "-m", "benchmarks.apet_step", *arguments])
+    print(f"`{command}` · {machine(device)} · {time.strftime('%Y-%m-%d')}\n")
+    print("A training step over LoRA's of the same budget: median (least–greatest) of rounds.\n")
+    header = ["step", "trainable parameters", "operations", "time / LoRA's", "memory / LoRA's"]
+    print(markdown([*header, "rounds"], rows))
+
+
+if __name__ == "__main__":
+    main()
