@@ -12,8 +12,10 @@ from datamodules.glue import GLUEData
 from datamodules.image_folders import ImageFolderData
 from datamodules.imagenet import ImageNetData
 from datamodules.instructions import InstructionData
+from datamodules.reviews import ReviewData
 from datamodules.segmentation import SegmentationData
 from datamodules.text import TextData
+from datamodules.text_to_text import TextToTextData
 from datamodules.torchvision_sets import TorchvisionData
 
 __all__ = [
@@ -27,7 +29,9 @@ __all__ = [
     "ImageFolderData",
     "ImageNetData",
     "InstructionData",
+    "ReviewData",
     "SegmentationData",
     "TextData",
+    "TextToTextData",
     "TorchvisionData",
 ]

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from datamodules.loading import data_folder, draw
-from datamodules.prompted import PromptedData, encode, group
+from datamodules.prompted import PromptedData, group
 from datamodules.tables import column_error, open_lines
+from datamodules.tokens import encode
 
 Format = Literal["official", "lora"]
 _FILES = {

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from datamodules.loading import data_folder, hold_out
-from datamodules.prompted import PromptedData, encode
+from datamodules.prompted import PromptedData
 from datamodules.tables import open_lines
+from datamodules.tokens import encode
 
 # The words that models of this kind were trained with, Alpaca's own and the many after it.
 TEMPLATE = (

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from datamodules.loading import IGNORED
 from datamodules.text import TokenizedData
-from datamodules.tokens import filling, pad
+from datamodules.tokens import encode, filling, pad
 
 
 class TeacherForcedSet(Dataset):
@@ -131,13 +131,6 @@ class PromptedData(TokenizedData):
 
     def _prompt_set(self, part: str) -> PromptSet:
         return PromptSet(self.encode_prompts(self.prompts(part)), filling(self.tokenizer))
-
-
-def encode(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
-    """The tokens of each text, without special ones."""
-    return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)[
-        "input_ids"
-    ]
 
 
 def group(pairs: Iterable[tuple[str, str | None]]) -> dict[str, list[str]]:

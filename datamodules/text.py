@@ -15,7 +15,15 @@ from torch.utils.data import Dataset
 
 from datamodules.loading import IGNORED, PartsData, draw, hold_out
 from datamodules.tables import read_class, read_score, read_table, table_columns
-from datamodules.tokens import filling, load_tokenizer, pad, train_tokenizer
+from datamodules.tokens import (
+    encode,
+    filling,
+    framed,
+    load_tokenizer,
+    pad,
+    special_tokens,
+    train_tokenizer,
+)
 
 
 class Example(NamedTuple):
@@ -27,20 +35,40 @@ class Example(NamedTuple):
 
 
 class SentenceSet(Dataset):
-    """Map-style dataset of tokenised examples: `input_ids`, `attention_mask`, …, `labels`."""
+    """Map-style dataset of tokenised examples: `input_ids`, `attention_mask`, …, `labels`.
+
+    Args:
+        examples: the sentences.
+        tokenizer: makes the tokens.
+        max_length: tokens at most.
+        regression: labels are numbers.
+        prompts: write `Input: … Output:` around the sentences, for a language model to answer.
+    """
 
     def __init__(
-        self, examples: Sequence[Example], tokenizer: Any, max_length: int, regression: bool
+        self,
+        examples: Sequence[Example],
+        tokenizer: Any,
+        max_length: int,
+        regression: bool,
+        prompts: bool = False,
     ) -> None:
         self.examples, self.tokenizer = examples, tokenizer
-        self.max_length, self.regression = max_length, regression
+        self.max_length, self.regression, self.prompts = max_length, regression, prompts
 
     def __len__(self) -> int:
         return len(self.examples)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         first, second, label = self.examples[index]
-        sample = dict(self.tokenizer(first, second, truncation=True, max_length=self.max_length))
+        if self.prompts:
+            text = first if second is None else f"{first} {second}"
+            around = special_tokens(self.tokenizer)
+            [ids] = framed([text], self.tokenizer, self.max_length, *around)
+            sample = {"input_ids": ids, "attention_mask": [1] * len(ids)}
+        else:
+            length = self.max_length
+            sample = dict(self.tokenizer(first, second, truncation=True, max_length=length))
         label = IGNORED if label is None else label
         return {**sample, "labels": float(label) if self.regression else int(label)}
 
@@ -150,8 +178,39 @@ class SentenceData(TokenizedData):
     is not there (an unlabelled part, or a sample that only fills up the last evaluation round of
     several ranks) is -100. Of a pair that is too long, the longer sentence is cut off first.
 
-    A subclass says in `load` which `Example`s a part holds. Arguments: see `TokenizedData`.
+    A subclass says in `load` which `Example`s a part holds.
+
+    Args:
+        label_words: a word for each class, which a language model is to write behind
+            `Input: {sentences} Output:` (APET, arXiv 2306.02320, App. D); None for a classifier.
+        **kwargs: see `TokenizedData`.
     """
+
+    def __init__(self, label_words: list[str] | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.label_words = label_words
+
+    @property
+    def label_tokens(self) -> list[int]:
+        """The token of each class's word.
+
+        Raises:
+            ValueError: if the words are not one for each class, or one is not a single token.
+        """
+        words = self.label_words or []
+        if len(words) != self.num_classes or len(set(words)) < len(words):
+            raise ValueError(
+                f"label_words is {words}, expected {self.num_classes} different words, one for "
+                "each class: correct --data.label_words."
+            )
+        tokens = encode([f" {word}" for word in words], self.tokenizer)
+        for word, ids in zip(words, tokens, strict=True):
+            if len(ids) != 1:
+                raise ValueError(
+                    f"the label word {word!r} is {len(ids)} tokens of the tokenizer, expected one: "
+                    "choose a commoner word in --data.label_words."
+                )
+        return [ids[0] for ids in tokens]
 
     @property
     def num_classes(self) -> int:
@@ -164,7 +223,8 @@ class SentenceData(TokenizedData):
 
     def samples(self, part: str) -> SentenceSet:
         examples = self.examples(part)
-        return SentenceSet(examples, self.tokenizer, self.max_length, self.regression)
+        prompts = self.label_words is not None
+        return SentenceSet(examples, self.tokenizer, self.max_length, self.regression, prompts)
 
 
 class TextData(SentenceData):

@@ -82,6 +82,50 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     )
 
 
+def encode(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
+    """The tokens of each text, without special ones."""
+    return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)[
+        "input_ids"
+    ]
+
+
+def framed(
+    texts: Sequence[str],
+    tokenizer: Any,
+    length: int,
+    begin: Sequence[int] = (),
+    end: Sequence[int] = (),
+) -> list[list[int]]:
+    """The tokens of `Input: {text} Output:`, in which APET (arXiv 2306.02320) writes every task.
+
+    Args:
+        texts: inputs; what is too long of one is cut off at its end, not behind it.
+        tokenizer: makes the tokens.
+        length: tokens at most.
+        begin: special tokens before.
+        end: special tokens behind.
+
+    Raises:
+        ValueError: if nothing is left for the input.
+    """
+    before, after = encode(["Input:", " Output:"], tokenizer)
+    room = length - len(begin) - len(before) - len(after) - len(end)
+    if room < 1:
+        raise ValueError(
+            f"max_length leaves {length} tokens to the prompt and none of them to the input "
+            "itself: set --data.max_length higher."
+        )
+    inputs = encode([f" {text.strip()}" for text in texts], tokenizer)
+    return [[*begin, *before, *ids[:room], *after, *end] for ids in inputs]
+
+
+def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """What a tokenizer puts before and behind a text by itself."""
+    [plain], ids = encode(["a"], tokenizer), tokenizer("a")["input_ids"]
+    start = next(i for i in range(len(ids)) if ids[i : i + len(plain)] == plain)
+    return ids[:start], ids[start + len(plain) :]
+
+
 def filling(tokenizer: Any) -> dict[str, int]:
     """What a tokenizer's columns are padded with."""
     return {

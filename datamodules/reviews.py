@@ -1,0 +1,76 @@
+"""Film reviews, bad (0) or good (1): IMDB (Maas et al. 2011), Rotten Tomatoes (Pang & Lee 2005)."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from datamodules.loading import data_folder, hold_out
+from datamodules.tables import open_lines
+from datamodules.text import Example, SentenceData
+
+SHARES = (0.8, 0.9)  # of rt-polarity's lines, in file order: train, then val, then test
+
+
+class ReviewData(SentenceData):
+    """Labelled reviews.
+
+    Rotten Tomatoes has no official split: like the hub's, the first 80 % of either file train, the
+    next tenth validates, the last tests. Nine in ten of SST-2's sentences are in it, so no model of
+    SST-2 may be scored on it. IMDB's test part is its own; a tenth of its training part validates.
+
+    Args:
+        name: "rotten_tomatoes" (rt-polarity.pos, rt-polarity.neg) or "imdb" (train/pos/*.txt, …).
+        root: folder of the files; $RECIPES_DATA/<name> when None.
+        **kwargs: see `SentenceData`.
+    """
+
+    num_classes = 2
+    class_names = ("negative", "positive")
+
+    def __init__(
+        self,
+        name: Literal["rotten_tomatoes", "imdb"],
+        root: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        if name not in ("rotten_tomatoes", "imdb"):
+            raise ValueError(f"name is {name!r}, expected rotten_tomatoes or imdb.")
+        self.name, self.root = name, root
+
+    def load(self, part: str) -> list[Example]:
+        part = "test" if part == "predict" else part
+        folder = data_folder(self.root, self.name)
+        if self.name == "rotten_tomatoes":
+            return [
+                Example(line.strip(), None, label)
+                for label, ending in enumerate(("neg", "pos"))
+                for line in _share(open_lines(folder / f"rt-polarity.{ending}"), part)
+            ]
+        if part == "test":
+            return read_imdb(folder / "test")
+        train, val = hold_out(read_imdb(folder / "train"), 0.1, self.seed)
+        return train if part == "train" else val
+
+
+def read_imdb(folder: Path) -> list[Example]:
+    """The reviews of neg/ and pos/, one in each .txt file, in the order of their names.
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
+    examples = [
+        Example(file.read_text(encoding="utf-8").replace("<br />", " ").strip(), None, label)
+        for label, kind in enumerate(("neg", "pos"))
+        for file in sorted((folder / kind).glob("*.txt"))
+    ]
+    if not examples:
+        raise FileNotFoundError(
+            f"{folder} has no neg/*.txt and pos/*.txt, expected the reviews of aclImdb: unpack "
+            "them there, or set --data.root."
+        )
+    return examples
+
+
+def _share(lines: list[str], part: str) -> list[str]:
+    first, second = (round(share * len(lines)) for share in SHARES)
+    return {"train": lines[:first], "val": lines[first:second], "test": lines[second:]}[part]

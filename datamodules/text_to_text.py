@@ -1,0 +1,220 @@
+"""Questions and answers, texts and summaries: an input in, a text out, for two kinds of models.
+
+APET (arXiv 2306.02320), App. D, writes every task as `Input: {x} Output: {y}`. A decoder reads both
+in one sequence and learns the second; an encoder–decoder reads the input and writes the output.
+
+Files, as their makers publish them:
+
+    SQuAD        train.json, dev.json: {"data": [{"paragraphs": [{"context", "qas": [{"question",
+                 "answers": [{"text"}]}]}]}]}
+    NQ-Open      train.jsonl, dev.jsonl: {"question", "answer": [texts]} on each line
+    SAMSum       train.json, val.json, test.json: [{"dialogue", "summary"}]
+    Multi-News   train.src, train.tgt, val.src, …: a text on each line, lines in step
+    columns      your own csv, tsv or jsonl, with the columns `text` and `target`
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch.utils.data import Dataset
+
+from datamodules.loading import data_folder
+from datamodules.prompted import PromptedData
+from datamodules.tables import open_lines, read_table
+from datamodules.tokens import encode, filling, framed, pad
+
+Form = Literal["squad", "nq_open", "samsum", "multi_news", "columns"]
+
+
+class Pair(NamedTuple):
+    """An input and a text that answers it."""
+
+    text: str
+    target: str
+
+
+class TextToTextData(PromptedData):
+    """Inputs and the texts to be written for them.
+
+    Batches of training and validation: `input_ids`, `attention_mask`, `labels`, padded on the
+    right. For a decoder (B, L) of input and target, labels -100 at the input; for an
+    encoder–decoder the input (B, L) and, as labels, the target (B, M). Test: see `PromptedData`;
+    an input with several answers stands once, with all of them as references.
+
+    An input that is too long loses its end, not the words `Output:` behind it.
+
+    Args:
+        form: of the files, see the module's description.
+        root: their folder; $RECIPES_DATA/<form> when None.
+        files: names of the train, val and test files, where they are others than their makers'
+            (required for "columns"); without test, val is tested.
+        encoder_decoder: the model is one, such as T5.
+        target_length: tokens of a target beyond this many are cut off.
+        **kwargs: see `TokenizedData`.
+    """
+
+    def __init__(
+        self,
+        form: Form,
+        root: str | None = None,
+        files: dict[str, str] | None = None,
+        encoder_decoder: bool = False,
+        target_length: int = 64,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        if form not in get_args(Form):
+            raise ValueError(f"form is {form!r}, expected one of {', '.join(get_args(Form))}.")
+        if form == "columns" and not {"train", "val"} <= set(files or ()):
+            raise ValueError(
+                f"files is {files}, expected the names of your train and val files: set "
+                '--data.files \'{"train": "train.csv", "val": "val.csv"}\'.'
+            )
+        self.form, self.root, self.names = form, root, {**FILES[form], **(files or {})}
+        self.encoder_decoder, self.target_length = encoder_decoder, target_length
+
+    def load(self, part: str) -> list[Pair]:
+        name = self.names.get(part) or self.names["val"]
+        path = data_folder(self.root, self.form) / name
+        if path.suffix == ".json" and not path.is_file() and path.with_suffix(".jsonl").is_file():
+            path = path.with_suffix(".jsonl")
+        return list(READERS[self.form](path))
+
+    def encode_prompts(self, prompts: Sequence[str]) -> list[list[int]]:
+        if self.encoder_decoder:
+            return framed(prompts, self.tokenizer, self.max_length, end=[self.end_token_id])
+        begin = self.tokenizer.bos_token_id
+        begins = [] if begin is None else [begin]
+        return framed(prompts, self.tokenizer, self.max_length - self.target_length, begins)
+
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        short = encode([f" {text.strip()}" for text in texts], self.tokenizer)
+        return [[*ids[: self.target_length - 1], self.end_token_id] for ids in short]
+
+    def samples(self, part: str) -> Dataset:
+        if not self.encoder_decoder or part in ("test", "predict"):
+            return super().samples(part)
+        texts, targets = zip(*self.examples(part), strict=True)
+        pairs = list(zip(self.encode_prompts(texts), self.encode_texts(targets), strict=True))
+        return EncoderDecoderSet(pairs, filling(self.tokenizer))
+
+
+class EncoderDecoderSet(Dataset):
+    """Map-style dataset of inputs, and of targets as `labels`.
+
+    Args:
+        pairs: the tokens of both.
+        fill: what shorter sequences are padded with, by key.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[list[int], list[int]]], fill: dict[str, int]) -> None:
+        self.pairs, self.collate = pairs, partial(pad, fill=fill)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids, target = self.pairs[index]
+        # a tensor: `loading` marks a sample that only fills up by arithmetic on its labels
+        return {
+            "input_ids": ids,
+            "attention_mask": [1] * len(ids),
+            "labels": torch.tensor(target),
+        }
+
+
+def read_squad(path: Path) -> Iterator[Pair]:
+    """Context and question, with each of its answers; questions without an answer are left out."""
+    with _shape(path, "SQuAD's"):
+        for article in _json(path)["data"]:
+            for paragraph in article["paragraphs"]:
+                for question in paragraph["qas"]:
+                    text = f"{paragraph['context']} {question['question']}"
+                    for answer in dict.fromkeys(a["text"] for a in question["answers"]):
+                        yield Pair(text, answer)
+
+
+def read_nq_open(path: Path) -> Iterator[Pair]:
+    """A question with each of its answers."""
+    with _shape(path, "NQ-Open's"):
+        for number, line in enumerate(open_lines(path), start=1):
+            if line.strip():
+                row = _parse(line, f"{path}, line {number}")
+                for answer in dict.fromkeys(row["answer"]):
+                    yield Pair(row["question"], answer)
+
+
+def read_samsum(path: Path) -> Iterator[Pair]:
+    """A dialogue and its summary."""
+    with _shape(path, "SAMSum's"):
+        for row in _json(path):
+            yield Pair(row["dialogue"], row["summary"])
+
+
+def read_multi_news(path: Path) -> Iterator[Pair]:
+    """The articles of one event, and their summary, from a .src file and the .tgt beside it.
+
+    Raises:
+        ValueError: if they have unequally many lines.
+    """
+    sources, targets = open_lines(path), open_lines(path.with_suffix(".tgt"))
+    if len(sources) != len(targets):
+        raise ValueError(
+            f"{path} has {len(sources)} lines and {path.with_suffix('.tgt').name} {len(targets)}, "
+            "expected as many: fetch both files of one release."
+        )
+    for source, target in zip(sources, targets, strict=True):
+        yield Pair(source.replace("NEWLINE_CHAR", " "), target.removeprefix("– "))
+
+
+def read_columns(path: Path) -> Iterator[Pair]:
+    """The columns `text` and `target` of a table."""
+    for _, row in read_table(str(path), ["text", "target"]):
+        yield Pair(row["text"], row["target"])
+
+
+READERS: Mapping[str, Callable[[Path], Iterator[Pair]]] = {
+    "squad": read_squad,
+    "nq_open": read_nq_open,
+    "samsum": read_samsum,
+    "multi_news": read_multi_news,
+    "columns": read_columns,
+}
+FILES: Mapping[str, dict[str, str]] = {
+    "squad": {"train": "train.json", "val": "dev.json"},
+    "nq_open": {"train": "train.jsonl", "val": "dev.jsonl"},
+    "samsum": {"train": "train.json", "val": "val.json", "test": "test.json"},
+    "multi_news": {"train": "train.src", "val": "val.src", "test": "test.src"},
+    "columns": {},
+}
+
+
+class _shape:
+    """Turns a missing key or a value of another type into a sentence about the file."""
+
+    def __init__(self, path: Path, whose: str) -> None:
+        self.path, self.whose = path, whose
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+        if isinstance(error, KeyError | TypeError | AttributeError):
+            raise ValueError(
+                f"{self.path} is not in {self.whose} form ({type(error).__name__}: {error}): see "
+                "datamodules/text_to_text.py for what is expected."
+            ) from error
+
+
+def _json(path: Path) -> Any:
+    return _parse("\n".join(open_lines(path)), str(path))
+
+
+def _parse(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place} is no JSON ({error}): fetch or write it again.") from error

@@ -1,0 +1,60 @@
+"""Reviews of films, and sentences as prompts with label words."""
+
+import pytest
+
+from datamodules import GLUEData, ReviewData
+from datamodules.tokens import special_tokens, train_tokenizer
+
+
+def test_rotten_tomatoes_is_split_as_on_the_hub(recipes_data):
+    data = ReviewData("rotten_tomatoes", root=str(recipes_data / "rotten_tomatoes"))
+    sizes = [len(data.examples(part)) for part in ("train", "val", "test")]
+    assert sizes == [8530, 1066, 1066]
+    for part in ("train", "val", "test"):
+        labels = [example.label for example in data.examples(part)]
+        assert sum(labels) * 2 == len(labels)
+    texts = [{e.first for e in data.examples(part)} for part in ("train", "test")]
+    assert len(texts[0] & texts[1]) < 20  # a few lines stand twice in the files
+
+
+def test_imdb_is_read_from_its_folders(tmp_path):
+    for part, count in (("train", 20), ("test", 3)):
+        for kind in ("neg", "pos"):
+            folder = tmp_path / part / kind
+            folder.mkdir(parents=True)
+            for i in range(count):
+                (folder / f"{i}_1.txt").write_text(f"{kind} {part}<br />{i}")
+    data = ReviewData("imdb", root=str(tmp_path))
+    assert [len(data.examples(part)) for part in ("train", "val", "test")] == [36, 4, 6]
+    assert data.examples("test")[0] == ("neg test 0", None, 0)
+    with pytest.raises(FileNotFoundError, match=r"no neg/\*\.txt"):
+        ReviewData("imdb", root=str(tmp_path / "test")).examples("train")
+
+
+def test_sentences_become_prompts_with_label_words():
+    data = GLUEData("RTE", source="generated", label_words=["a", "b"], batch_size=3, limit=3)
+    assert len(data.label_tokens) == 2
+    batch = next(iter(data.train_dataloader()))
+    example = data.examples("train")
+    texts = {data.tokenizer.decode(ids, skip_special_tokens=True) for ids in batch["input_ids"]}
+    assert texts == {f"Input: {e.first} {e.second} Output:" for e in example}
+    assert sorted(batch) == ["attention_mask", "input_ids", "labels"]
+
+
+BAD = [
+    (["yes"], "expected 2 different words"),
+    (["yes", "yes"], "expected 2 different words"),
+    (["y", "no"], "'y' is 2 tokens"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), BAD)
+def test_label_words_that_do_not_serve_are_said(words, message):
+    data = GLUEData("RTE", source="generated", label_words=words, vocab_size=259)
+    with pytest.raises(ValueError, match=message):
+        data.label_tokens  # noqa: B018
+
+
+def test_special_tokens_are_those_that_the_tokenizer_adds():
+    tokenizer = train_tokenizer(["some text"], 300)
+    assert special_tokens(tokenizer) == ([1], [2])

@@ -1,0 +1,120 @@
+"""Questions, answers and summaries in their official files, for decoders and encoder–decoders."""
+
+import json
+
+import pytest
+import torch
+
+from datamodules.loading import IGNORED
+from datamodules.text_to_text import TextToTextData
+
+ANSWERS = [{"text": text} for text in ("The sky", "sky", "sky")]
+QUESTIONS = [
+    {"question": "What is blue?", "answers": ANSWERS},
+    {"question": "Who?", "answers": []},
+]
+SQUAD = {"data": [{"paragraphs": [{"context": "The sky is blue.", "qas": QUESTIONS}]}]}
+QUESTION = '{"question": "who wrote it", "answer": ["A. B.", "Ann B."]}\n'
+FILES = {
+    "squad": {"train.json": json.dumps(SQUAD), "dev.json": json.dumps(SQUAD)},
+    "nq_open": dict.fromkeys(
+        ("train.jsonl", "dev.jsonl"),
+        '{"question": "who wrote it", "answer": ["A. B.", "Ann B."]}\n',
+    ),
+    "samsum": {
+        name: json.dumps([{"id": "1", "dialogue": "A: hi\r\nB: ho", "summary": "They greet."}])
+        for name in ("train.json", "val.json", "test.json")
+    },
+    "multi_news": {
+        f"{part}.{end}": text
+        for part in ("train", "val", "test")
+        for end, text in (("src", "one NEWLINE_CHAR two\nthree\n"), ("tgt", "– first\nsecond\n"))
+    },
+}
+PAIRS = {
+    "squad": [
+        ("The sky is blue. What is blue?", "The sky"),
+        ("The sky is blue. What is blue?", "sky"),
+    ],
+    "nq_open": [("who wrote it", "A. B."), ("who wrote it", "Ann B.")],
+    "samsum": [("A: hi\r\nB: ho", "They greet.")],
+    "multi_news": [("one   two", "first"), ("three", "second")],
+}
+
+
+def made(folder, form, **arguments):
+    for name, text in FILES.get(form, {}).items():
+        (folder / name).write_text(text)
+    settings = {"max_length": 64, "target_length": 16, "batch_size": 2, "vocab_size": 300}
+    return TextToTextData(form=form, root=str(folder), **{**settings, **arguments})
+
+
+@pytest.mark.parametrize("form", FILES)
+def test_official_files_are_read(form, tmp_path):
+    data = made(tmp_path, form)
+    assert data.examples("train") == PAIRS[form]
+    assert data.references("test") == (
+        [[target for _, target in PAIRS[form]]]
+        if form in ("squad", "nq_open")
+        else [[target] for _, target in PAIRS[form]]
+    )
+
+
+def test_a_decoder_reads_both_and_learns_the_target(tmp_path):
+    data = made(tmp_path, "nq_open", eval_batch_size=2)
+    batch = next(iter(data.val_dataloader()))
+    text = data.tokenizer.decode(batch["input_ids"][0])
+    assert text.startswith("<s>Input: who wrote it Output: A. B.</s>")
+    learnt = batch["labels"][0]
+    assert data.tokenizer.decode(learnt[learnt != IGNORED]) == " A. B.</s>"
+    prompts = next(iter(data.test_dataloader()))
+    assert data.tokenizer.decode(prompts["input_ids"][0]) == "<s>Input: who wrote it Output:"
+
+
+def test_an_encoder_decoder_reads_one_and_writes_the_other(tmp_path):
+    data = made(tmp_path, "nq_open", encoder_decoder=True, eval_batch_size=2)
+    batch = next(iter(data.val_dataloader()))
+    assert data.tokenizer.decode(batch["input_ids"][0]) == "Input: who wrote it Output:</s>"
+    assert data.tokenizer.decode(batch["labels"][0][batch["labels"][0] != IGNORED]) == " A. B.</s>"
+    assert torch.equal(batch["attention_mask"][0], torch.ones_like(batch["input_ids"][0]))
+
+
+def test_a_long_input_loses_its_end_and_keeps_what_follows(tmp_path):
+    text = "word " * 100
+    (tmp_path / "own.csv").write_text(f"text,target\n{text},yes\n")
+    files = {"train": "own.csv", "val": "own.csv"}
+    for encoder_decoder in (False, True):
+        data = made(tmp_path, "columns", files=files, encoder_decoder=encoder_decoder)
+        [ids] = data.encode_prompts([text])
+        assert len(ids) <= 64
+        assert data.tokenizer.decode(ids, skip_special_tokens=True).endswith("word Output:")
+
+
+BAD = [
+    ({"form": "trivia"}, {}, "expected one of squad, nq_open"),
+    ({"form": "columns"}, {}, "expected the names of your train and val files"),
+    ({"form": "samsum"}, {"train.json": "[1]"}, "not in SAMSum's form"),
+    ({"form": "samsum"}, {"train.json": "[{"}, "is no JSON"),
+    ({"form": "squad"}, {"train.json": '{"data": [{"paragraphs": 3}]}'}, "not in SQuAD's form"),
+    ({"form": "multi_news"}, {"train.tgt": "one\n"}, "has 2 lines and train.tgt 1"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "files", "message"), BAD)
+def test_bad_files_are_said(arguments, files, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        data = made(tmp_path, **arguments)
+        for name, text in files.items():
+            (tmp_path / name).write_text(text)
+        data.examples("train")
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"train\.jsonl"):
+        TextToTextData(form="nq_open", root=str(tmp_path)).examples("train")
+
+
+def test_no_room_for_the_input_is_said(tmp_path):
+    data = made(tmp_path, "nq_open", max_length=20, target_length=18)
+    with pytest.raises(ValueError, match="none of them to the input"):
+        data.samples("train")
