@@ -1,35 +1,56 @@
 """One training stage from one YAML file: fit, validate, test or predict.
 
 python -m recipes fit -c recipes/matformer/matvit.yaml
+python -m recipes fit -c recipes/matformer/matvit.yaml --preset tiny
 python -m recipes fit -c recipes/matformer/matvit.yaml --ckpt_path runs/…/last.ckpt   (continue)
 python -m recipes fit -c recipes/matformer/matvit.yaml --trainer.devices 8 --trainer.strategy ddp
+
+A stage's file has the paper's settings on top. Below them, under `presets:`, stands for each preset
+what it changes, which is laid over the top as a second -c would be. A preset with `extends: NAME`
+is laid over that preset.
 """
 
 import logging
-import os
-import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning as L
 import torch
+import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from callbacks.seeding import SeedEveryStep
+from recipes.messages import shortened
 
-CONFIG = re.compile("(-c|--config)=")
+PAPER = "paper"  # the name of a file without any of its presets
 SUMMARY = "One training stage from one YAML file, such as recipes/matformer/matvit.yaml."
-
-WRONG_SIZE = "doesn't match model"  # timm's assertion about an image
+USAGE = (
+    "-c FILE names the stage's YAML, --preset NAME one of the presets in it, and any setting of it "
+    "can be given too: --model.lr 1e-3 --data.root DIR --trainer.devices 8. --model.help and "
+    "--data.help list the settings of the classes that the file names, --print_config all of them "
+    "as they would run."
+)
 
 # an experiment hands each stage its own arguments, whatever the process was started with
 warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+
+
+class Parser(LightningArgumentParser):
+    """Raises what is wrong instead of printing the usage."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise WrongSetting."""
+        raise WrongSetting(message) from ex
+
+
+class WrongSetting(ValueError):
+    """jsonargparse's message, in which those of the parsers of classes are nested."""
 
 
 class RecipeCLI(LightningCLI):
@@ -39,9 +60,14 @@ class RecipeCLI(LightningCLI):
     `monitor` the best one beside it) and `seeding` (reproducible noise, see SeedEveryStep).
     `seed_everything` is the one seed of a run: the order of the data and the noise of the steps
     follow it.
+
+    Args:
+        args: the command line.
+        callbacks: further callbacks of this run, which no file names.
     """
 
-    def __init__(self, args: ArgsType = None):
+    def __init__(self, args: ArgsType = None, callbacks: Sequence[L.Callback] = ()):
+        self.further_callbacks = callbacks
         super().__init__(
             L.LightningModule,
             L.LightningDataModule,
@@ -52,7 +78,8 @@ class RecipeCLI(LightningCLI):
             # it would put every argument, init_from too, into the checkpoint's hyperparameters
             load_from_checkpoint_support=False,
             save_config_kwargs={"overwrite": True},
-            parser_kwargs={"prog": "python -m recipes", "description": SUMMARY},
+            parser_class=Parser,
+            parser_kwargs={"prog": "python -m recipes", "description": f"{SUMMARY} {USAGE}"},
             args=args,
         )
 
@@ -67,12 +94,20 @@ class RecipeCLI(LightningCLI):
             "data.num_classes", "model.init_args.num_classes", apply_on="instantiate"
         )
 
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Say what is wrong in one sentence."""
+        try:
+            super().parse_arguments(parser, args)
+        except WrongSetting as error:
+            raise ValueError(shortened(str(error))) from error
+
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Let last.ckpt be the last checkpoint with `monitor` too.
 
         Lightning then writes it only when the monitored value has become better.
         """
         trainer: Any = super().instantiate_trainer(**kwargs)
+        trainer.callbacks.extend(self.further_callbacks)
         checkpoint = trainer.checkpoint_callback
         if checkpoint is not None and checkpoint.monitor is not None and checkpoint.save_last:
             checkpoint.save_last = False
@@ -91,6 +126,9 @@ class RecipeCLI(LightningCLI):
 
 
 class _ParseOnly(RecipeCLI):
+    def _set_seed(self) -> None:
+        """Leave the generators alone."""
+
     def instantiate_classes(self) -> None:
         """Stop before anything is built."""
 
@@ -98,67 +136,172 @@ class _ParseOnly(RecipeCLI):
         """Stop before anything is run."""
 
 
-def parse(path: str, overrides: list[str] | None = None) -> Namespace:
-    """What a stage's file says, with defaults filled in; nothing is built or run.
+def parse(path: str | Path, preset: str = PAPER, overrides: Sequence[str] = ()) -> Namespace:
+    """What a stage's file says at a preset, with defaults filled in; nothing is built or run.
 
     Args:
-        path: a stage (matvit.yaml), or a preset (matvit.tiny.yaml), which is laid over its stage.
+        path: of the stage, such as recipes/matformer/matvit.yaml.
+        preset: one of `presets(path)`.
         overrides: further command-line arguments.
+
+    Raises:
+        ValueError: for an unknown preset, setting or value, in one sentence.
     """
-    args = [item for file in layers_of(path) for item in ("-c", file)]
-    return _ParseOnly(["fit", *args, *(overrides or [])]).config["fit"]
+    return _parse(tuple(layers(path, preset)), tuple(overrides)).clone()
 
 
-def layers_of(path: str) -> list[str]:
-    """The files that make up a stage: the file itself, after its base if it is a preset."""
-    folder, _, name = path.rpartition("/")
-    parts = name.split(".")
-    base = f"{folder}/{parts[0]}.yaml" if folder else f"{parts[0]}.yaml"
-    return [base, path] if len(parts) > 2 and Path(base).is_file() else [path]
+@lru_cache(maxsize=4096)
+def _parse(texts: tuple[str, ...], overrides: tuple[str, ...]) -> Namespace:
+    configs = [part for text in texts for part in ("-c", text)]
+    return _ParseOnly(["fit", *configs, *overrides]).config["fit"]
 
 
-def main(args: list[str] | None = None) -> RecipeCLI:
+def layers(path: str | Path, preset: str = PAPER) -> list[str]:
+    """The texts that are laid over each other: the top of a file, then the preset's part.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if the file has no such preset.
+    """
+    top, parts = _divided(path)
+    texts: list[str] = []
+    while preset != PAPER:
+        if preset not in parts:
+            known = ", ".join([*parts, PAPER])
+            raise ValueError(f"unknown preset {preset!r}: {path} has {known}")
+        part = parts[preset]
+        extended = _taken(part, "extends")
+        texts.insert(0, yaml.serialize(part))
+        preset = PAPER if extended is None else extended.value
+    return [yaml.serialize(top), *texts]
+
+
+def presets(path: str | Path) -> list[str]:
+    """The names of a file's presets; the last is "paper", the file as it stands."""
+    return [*_divided(path)[1], PAPER]
+
+
+def grid(
+    path: str | Path, preset: str = PAPER, under: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """What an experiment varies: a file of presets that is no stage.
+
+    A preset's key replaces the top's; `rows+:` lays its entries over those of `rows`, by name.
+
+    Args:
+        path: of the file, such as recipes/vera/glue_grid.yaml.
+        preset: one of `presets(path)`.
+        under: another grid, over which this one is laid.
+    """
+    merged = under or {}
+    for text in layers(path, preset):
+        merged = lay(merged, yaml.safe_load(text) or {})
+    return merged
+
+
+def lay(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`over` laid over `under`: its keys replace, and `key+` adds to the entries of `key`."""
+    merged = dict(under)
+    for key, value in over.items():
+        if key.endswith("+"):
+            key = key.removesuffix("+")
+            value = {**merged.get(key, {}), **value}
+        merged[key] = value
+    return merged
+
+
+def _divided(path: str | Path) -> tuple[yaml.MappingNode, dict[str, yaml.MappingNode]]:
+    """A file's top and the parts of its presets.
+
+    As YAML's nodes: scalars stay as they are written, for jsonargparse to read.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path} is not there: expected the YAML file of a stage")
+    top = yaml.compose(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(top, yaml.MappingNode):
+        raise ValueError(f"{path} is no mapping of settings: expected the YAML file of a stage")
+    parts = _taken(top, "presets")
+    if parts is None:
+        return top, {}
+    return top, {name.value: part for name, part in parts.value}
+
+
+def _taken(node: yaml.MappingNode, key: str) -> Any:
+    """The value of a key, which is removed; None if it is not there."""
+    for place, (name, value) in enumerate(node.value):
+        if name.value == key:
+            del node.value[place]
+            return value
+    return None
+
+
+def expanded(args: Sequence[str]) -> list[str]:
+    """A command line with `-c FILE --preset NAME` as the texts that they stand for.
+
+    Raises:
+        ValueError: if the preset is named without a file that has any.
+    """
+    given = [part for one in args for part in _split(one)]
+    preset = None
+    if "--preset" in given:
+        place = given.index("--preset")
+        if place + 1 == len(given):
+            raise ValueError("--preset has no value: expected the name of a preset")
+        preset = given[place + 1]
+        del given[place : place + 2]
+    result: list[str] = []
+    used = False
+    for before, argument in zip(["", *given], given, strict=False):
+        if before in ("-c", "--config") and "\n" not in argument:
+            mine = preset if preset and presets(argument) != [PAPER] else PAPER
+            used |= mine == preset
+            first, *others = layers(argument, mine)
+            result += [first, *(part for text in others for part in ("-c", text))]
+        else:
+            result.append(argument)
+    if preset not in (None, PAPER) and not used:
+        raise ValueError(f"--preset {preset}: no -c FILE with presets is given")
+    return result
+
+
+def _split(argument: str) -> list[str]:
+    """`--config=FILE` as two arguments."""
+    option, equals, value = argument.partition("=")
+    return [option, value] if equals and option in ("-c", "--config", "--preset") else [argument]
+
+
+def with_classes(args: Sequence[str]) -> list[str]:
+    """A command line on which a bare --model.help asks about the class that the YAML names."""
+    bare = [
+        (place, argument)
+        for place, argument in enumerate(args)
+        if argument in ("--model.help", "--data.help")
+        and (place + 1 == len(args) or args[place + 1].startswith("-"))
+    ]
+    if not bare:
+        return list(args)
+    others = [one for place, one in enumerate(args) if (place, one) not in bare]
+    settings = _ParseOnly(others).config[others[0]]
+    result = list(args)
+    for place, argument in reversed(bare):
+        chosen = settings[argument[2:].partition(".")[0]]
+        result.insert(place + 1, chosen.class_path)
+    return result
+
+
+def main(args: Sequence[str] | None = None, callbacks: Sequence[L.Callback] = ()) -> RecipeCLI:
     """Run one stage; the command line is sys.argv's unless args are given.
 
-    A preset (-c matvit.tiny.yaml) brings the stage that it changes with it.
+    Raises:
+        ValueError: naming the setting that is wrong.
+        KeyboardInterrupt: after Ctrl-C.
     """
-    args = sys.argv[1:] if args is None else args
-    args = [part for one in args for part in (one.split("=", 1) if CONFIG.match(one) else [one])]
-    given: list[str] = []
-    for i, argument in enumerate(args):
-        if i and args[i - 1] in ("-c", "--config"):
-            base, *preset = layers_of(argument)
-            given += [base, "-c", *preset] if preset and base not in args else [argument]
-        else:
-            given.append(argument)
+    args = with_classes(expanded(sys.argv[1:] if args is None else args))
     torch.set_float32_matmul_precision("high")
     logging.getLogger("lightning_modules").setLevel(logging.INFO)
     try:
-        return RecipeCLI(given)
+        return RecipeCLI(args, callbacks)
     except SystemExit as stop:
         if isinstance(stop.__context__, KeyboardInterrupt):  # what Lightning makes of it
             raise KeyboardInterrupt from None
         raise
-
-
-def console(run: Callable[[], Any], resume: str = "the same command continues") -> None:
-    """Run a command; say what is wrong with its input in one line instead of a traceback.
-
-    `resume` is said after Ctrl-C.
-    The environment variable RECIPES_TRACEBACK=1 brings the traceback back.
-    """
-    try:
-        run()
-    except KeyboardInterrupt:
-        sys.exit(f"interrupted: {resume}")
-    except (ValueError, OSError, MisconfigurationException, AssertionError) as error:
-        reason = str(error)
-        foreign = isinstance(error, AssertionError)
-        if os.environ.get("RECIPES_TRACEBACK") or (foreign and WRONG_SIZE not in reason):
-            raise
-        if foreign:
-            reason += " Set data.image_size to the model's, or img_size in model.model_args."
-        # a worker of the loader hands over its whole traceback
-        reason = re.split(r"Original Traceback.*\n\w+Error: ", reason, flags=re.S)[-1].strip()
-        print(f"error: {reason}\n(RECIPES_TRACEBACK=1 shows where)", file=sys.stderr)
-        sys.exit(2)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from recipes.cli import parse, presets
+
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = ("lightning_modules", "datamodules", "callbacks")  # the rooms that recipes are made of
 PACKAGES = ("recipes", *LIBRARY)
@@ -270,30 +272,22 @@ def test_a_breach_is_caught(rule, good, bad, tmp_path):
     assert caught == {name.rstrip("/") for name in bad}
 
 
-# a grid says what an experiment varies, laid over its stage; running the experiment proves it
-STAGES = sorted(f for f in ROOT.glob("recipes/**/*.yaml") if "_grid" not in f.name)
+# a grid says what an experiment varies, laid over its stage; its experiment's tests parse it
+FILES = sorted(f for f in ROOT.glob("recipes/**/*.yaml") if "_grid" not in f.name)
+STAGES = [(file, preset) for file in FILES for preset in presets(file)]
 
 
-@pytest.mark.parametrize("stage", STAGES, ids=[str(stage.relative_to(ROOT)) for stage in STAGES])
-def test_every_stage_parses(stage, capsys):
-    from recipes.cli import parse
-
-    complaint = ""
-    try:
-        parse(str(stage))
-    except SystemExit:  # the parser has printed pages of usage, then the reason
-        complaint = capsys.readouterr().err.rpartition("error: ")[2]
-    assert not complaint
+@pytest.mark.parametrize(
+    ("stage", "preset"), STAGES, ids=[f"{file.relative_to(ROOT)} {name}" for file, name in STAGES]
+)
+def test_every_stage_parses_at_every_preset(stage, preset):
+    assert parse(stage, preset).trainer
 
 
-@pytest.mark.skipif(not STAGES, reason="there is no stage yet")
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [("trainer.no_such_setting=1", "no_such_setting"), ("model=no.such.Class", "no.such.Class")],
 )
-def test_a_wrong_stage_does_not_parse(wrong, named, capsys):
-    from recipes.cli import parse
-
-    with pytest.raises(SystemExit):
-        parse(str(STAGES[0]), [f"--{wrong}"])
-    assert named in capsys.readouterr().err.rpartition("error: ")[2]
+def test_a_wrong_stage_does_not_parse(wrong, named):
+    with pytest.raises(ValueError, match=named):
+        parse(FILES[0], overrides=[f"--{wrong}"])

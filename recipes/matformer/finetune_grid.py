@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from matplotlib import pyplot as plt
 
 from lightning_modules.matformer.nest import GRANULARITIES
-from recipes.cli import console, parse
-from recipes.experiment import Experiment, StageResult, from_command_line
+from recipes.legacy import Experiment, StageResult, from_command_line
 from recipes.matformer.matvit import BETWEEN, Scores, independent, sampling
 from recipes.matformer.submodels import ladder, load, plot_sizes, score, submodel
+from recipes.messages import console
 from recipes.report import markdown_table, mean_sd, save_plot, show_table, write_report
 
 PLAIN = "ViT → ViT"
@@ -50,8 +50,8 @@ def train(experiment: Experiment, seed: int) -> dict[str, dict[str, StageResult]
 
     A nested model is under "nested", plain ones are under their sizes.
     """
-    pretraining = parse(str(experiment.files("pretrain")[-1]), experiment.extra)
-    finetuning = parse(str(experiment.files("finetune")[-1]), experiment.extra)
+    pretraining = experiment.parsed("pretrain")
+    finetuning = experiment.parsed("finetune")
     shares = dict(zip(GRANULARITIES, finetuning.model.init_args.fractions, strict=True))
     nested = experiment.stage("pretrain_matvit", "pretrain", seed, sampling(seed))
     plain = {

@@ -11,10 +11,10 @@ the feed-forward one, which is recipes.matformer.matvit's own training, used aga
 from collections.abc import Sequence
 
 from lightning_modules.matformer.nest import GRANULARITIES
-from recipes.cli import console
-from recipes.experiment import Experiment, from_command_line
+from recipes.legacy import Experiment, from_command_line
 from recipes.matformer.matvit import BETWEEN, Scores, plot_accuracy, sampling
 from recipes.matformer.submodels import ladder, load, score, submodel
+from recipes.messages import console
 from recipes.report import markdown_table, mean_sd, show_table, write_report
 
 PARTS = {"ffn": "feed-forward nested", "heads": "heads nested"}

@@ -23,9 +23,9 @@ from lightning_modules.matformer import arrange
 from lightning_modules.matformer.mix_and_match import Order
 from lightning_modules.matformer.nest import GRANULARITIES, nesting_of
 from lightning_modules.matformer.search import evolve, fit_predictor, sample_configurations
-from recipes.cli import console, parse
-from recipes.experiment import Experiment, StageResult, from_command_line
+from recipes.legacy import Experiment, StageResult, from_command_line
 from recipes.matformer.submodels import ladder, load, plot_sizes, score, submodel
+from recipes.messages import console
 from recipes.report import markdown_table, mean_sd, save_plot, show_table, write_report
 
 NESTED = {"matvit": "MatViT (sampled)", "joint": "joint (DynaBERT)", "per_layer": "per layer (OFA)"}
@@ -60,7 +60,7 @@ def train(
     X (Appendix B.3). The joint training cuts each batch, four times as large, into one piece for
     each granularity, so it makes a quarter of the updates (B.4).
     """
-    config = parse(str(experiment.files("matvit")[-1]), experiment.extra)
+    config = experiment.parsed("matvit")
     fractions = config.model.init_args.fractions
     count = len(fractions)
     overrides: dict[str, dict[str, Any]] = {

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from matplotlib import pyplot as plt
 
 from lightning_modules.matformer.nest import GRANULARITIES
-from recipes.cli import console
-from recipes.experiment import Experiment, StageResult, from_command_line
+from recipes.legacy import Experiment, StageResult, from_command_line
 from recipes.matformer.matvit import Scores, sampling
 from recipes.matformer.submodels import ladder, load, score, submodel
+from recipes.messages import console
 from recipes.report import markdown_table, mean_sd, save_plot, show_table, write_report
 
 # probabilities of S, M, L, XL → the paper's validation log-perplexity of S, M, L, XL (850M MatLM)

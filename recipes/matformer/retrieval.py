@@ -21,10 +21,10 @@ from datamodules.images import ImageData, ImageSet
 from datamodules.loading import build_loader
 from lightning_modules.matformer.consistency import nearest_neighbour_accuracy
 from lightning_modules.matformer.nest import GRANULARITIES
-from recipes.cli import console
-from recipes.experiment import Experiment, StageResult, from_command_line
+from recipes.legacy import Experiment, StageResult, from_command_line
 from recipes.matformer import matvit
 from recipes.matformer.submodels import encode, ladder, load, plot_sizes, submodel
+from recipes.messages import console
 from recipes.report import markdown_table, mean_sd, save_plot, show_table, write_report
 
 FAMILIES = {"matvit": "MatViT", "independent": "independent"}

@@ -13,8 +13,8 @@ There is no preset in between: this workplace has no COCO.
 """
 
 from lightning_modules.pela.downstream import Detection
-from recipes.cli import console
-from recipes.experiment import Experiment
+from recipes.legacy import Experiment
+from recipes.messages import console
 from recipes.pela.downstream import Task, compare
 
 TASK = Task(

@@ -10,8 +10,7 @@ from typing import Any
 
 from lightning_modules.counting import count_macs, count_parameters
 from lightning_modules.pela.downstream.module import Downstream
-from recipes.cli import parse
-from recipes.experiment import Experiment, StageResult, from_command_line
+from recipes.legacy import Experiment, StageResult, from_command_line
 from recipes.report import markdown_table, mean_sd, show_table, write_report
 
 TITLES = {
@@ -66,7 +65,7 @@ def compare(task: Task, file: str, description: str, argv: list[str] | None = No
             f"--repaired {repaired} is not there: give a checkpoint of PELA's intermediate stage, "
             "or a folder that lightning_modules.pela.checkpoint wrote"
         )
-    given = parse(str(experiment.files(task.name)[-1]), experiment.extra)
+    given = experiment.parsed(task.name)
     backbones = overrides(repaired, options.larger_batch, given)
     results: list[dict[str, Row]] = []
     for seed in range(experiment.seeds):

@@ -15,7 +15,7 @@ import torch
 
 from lightning_modules.pela import PELA, checkpoint
 from lightning_modules.pela.export import to_onnx, to_program
-from recipes.cli import console
+from recipes.messages import console
 
 
 def main(argv: list[str] | None = None) -> Path:

@@ -13,8 +13,8 @@ There is no preset in between: this workplace has no ADE20K.
 """
 
 from lightning_modules.pela.downstream import Segmentation
-from recipes.cli import console
-from recipes.experiment import Experiment
+from recipes.legacy import Experiment
+from recipes.messages import console
 from recipes.pela.downstream import Task, compare
 
 TASK = Task(

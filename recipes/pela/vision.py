@@ -21,8 +21,8 @@ from datamodules.images import ImageData
 from lightning_modules.pela.checkpoint import load as load_folder
 from lightning_modules.pela.checkpoint import save
 from lightning_modules.pela.tome import add_tome
-from recipes.cli import console, parse
-from recipes.experiment import Experiment, StageResult, from_command_line, presets
+from recipes.legacy import Experiment, StageResult, from_command_line, presets
+from recipes.messages import console
 from recipes.pela.compressed import build, load, score, similarity, size, step_cost, whiten
 from recipes.pela.tables import report
 
@@ -57,7 +57,7 @@ class Study:
 
     def __init__(self, experiment: Experiment, name: str, seed: int):
         self.experiment, self.name, self.seed = experiment, name, seed
-        self.config = parse(str(experiment.files(name)[-1]), experiment.extra)
+        self.config = experiment.parsed(name)
         self.settings = self.config.model.init_args
         self.data: ImageData = experiment.datamodule(name, seed)
         self.weights = self.dense_weights()
@@ -236,7 +236,7 @@ class Study:
 
         PELA+ makes as many updates as the others, as under the paper's fixed number of iterations.
         """
-        config = parse(str(self.experiment.files("finetune")[-1]), self.experiment.extra)
+        config = self.experiment.parsed("finetune")
         data: ImageData = self.experiment.datamodule("finetune", self.seed)
         compressed = self.stage(f"k{ratio:g}-both", **self.both(ratio)).checkpoint
         batch, epochs = config.data.init_args.batch_size, config.trainer.max_epochs

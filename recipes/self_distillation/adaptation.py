@@ -25,14 +25,13 @@ from typing import Any
 
 import lightning as L
 import torch
-import yaml
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_modules.self_distillation import distance, fingerprint
 from lightning_modules.weights import read_state_dict
-from recipes.cli import parse
-from recipes.experiment import Experiment, StageResult, from_command_line, grouped, type_of
+from recipes import cli
+from recipes.legacy import Experiment, StageResult, from_command_line, grouped, type_of
 from recipes.report import write_json
 from recipes.self_distillation.tables import Report, Results, Tables
 
@@ -74,10 +73,9 @@ class Study:
     def run(self) -> Experiment:
         """Train, measure and report, seed after seed."""
         self.grid = read_grid(self.experiment, self.kind)
-        preset = self.grid.get("preset", self.experiment.preset)
         given = divided(self.experiment.extra)
         self.adapting, self.tuning = (
-            replace(self.experiment, preset=preset, extra=[*given["every"], *given[stage]])
+            replace(self.experiment, extra=[*given["every"], *given[stage]])
             for stage in ("adapt", "finetune")
         )
         self.unlabelled_data: dict[str, Any] = {}
@@ -114,7 +112,7 @@ class Study:
     def parsed(self, stage: str) -> Any:
         """What the files and the command line say of a stage, "adapt" or "finetune"."""
         experiment = self.adapting if stage == "adapt" else self.tuning
-        return parse(str(experiment.files(f"{self.kind}_{stage}")[-1]), experiment.extra)
+        return experiment.parsed(f"{self.kind}_{stage}")
 
     def require_validation(self) -> None:
         """Refuse to select among checkpoints that are never validated, before anything trains.
@@ -249,8 +247,7 @@ class Study:
             for key, value in overrides.items()
             if key.partition(".")[0] == "data"
         ]
-        stage_file = str(experiment.files(f"{self.kind}_{stage}")[-1])
-        settings = parse(stage_file, [*experiment.extra, *given]).data
+        settings = experiment.parsed(f"{self.kind}_{stage}", given).data
         arguments = {**settings.init_args.as_dict(), "seed": seed}
         data = type_of(settings)(**arguments)
         parts = ("train", "val", "test") if stage == "finetune" else ("train", "val")
@@ -316,16 +313,9 @@ class Study:
 
 
 def read_grid(experiment: Experiment, kind: str) -> dict[str, Any]:
-    """The grid of a preset: its file over the kind's over shared_grid.yaml."""
-    files = experiment.files(f"{kind}_grid")
-    if other := yaml.safe_load(files[-1].read_text()).get("preset"):
-        files = [*replace(experiment, preset=other).files(f"{kind}_grid"), files[-1]]
-    grid: dict[str, Any] = {}
-    for file in [experiment.folder / "shared_grid.yaml", *files]:
-        for key, value in yaml.safe_load(file.read_text()).items():
-            by_name = key in ("adaptations", "rows")
-            grid[key] = {**grid.get(key, {}), **value} if by_name else value
-    return grid
+    """The grid of a preset: that of the kind over shared_grid.yaml."""
+    shared = cli.grid(experiment.folder / "shared_grid.yaml")
+    return experiment.grid(f"{kind}_grid", shared)
 
 
 def divided(arguments: Sequence[str]) -> dict[str, list[str]]:

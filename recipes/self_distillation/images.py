@@ -37,8 +37,8 @@ from torch.utils.data import DataLoader
 from datamodules.images import ImageSet
 from lightning_modules.self_distillation.mae_checkpoint import to_timm
 from lightning_modules.weights import read_state_dict
-from recipes.cli import console
-from recipes.experiment import Experiment
+from recipes.legacy import Experiment
+from recipes.messages import console
 from recipes.self_distillation.adaptation import Study, command_line
 from recipes.self_distillation.tables import Tables
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 
-from recipes.experiment import Experiment
+from recipes.legacy import Experiment
 from recipes.report import (
     markdown_table,
     mean_sd,

@@ -40,8 +40,8 @@ from torch.utils.data import DataLoader, Subset
 
 from datamodules.tables import TXT
 from lightning_modules.weights import read_state_dict
-from recipes.cli import console
-from recipes.experiment import Experiment
+from recipes.legacy import Experiment
+from recipes.messages import console
 from recipes.self_distillation.adaptation import Study, command_line
 from recipes.self_distillation.tables import Tables
 

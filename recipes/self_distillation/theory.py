@@ -22,7 +22,7 @@ import torch
 from matplotlib import pyplot as plt
 
 from lightning_modules.self_distillation.theory import LinearModel
-from recipes.cli import console
+from recipes.messages import console
 from recipes.report import markdown_table, save_plot, show_table, write_report
 
 FEATURES, EXAMPLES, OUTPUTS = (

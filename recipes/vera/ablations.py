@@ -17,8 +17,8 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 
-from recipes.cli import console
-from recipes.experiment import Experiment, from_command_line
+from recipes.legacy import Experiment, from_command_line
+from recipes.messages import console
 from recipes.report import markdown_table, median_range, save_plot, show_table, write_report
 from recipes.vera.glue import NAMES, read_grid, train
 

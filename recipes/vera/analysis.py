@@ -32,8 +32,8 @@ from lightning_modules.vera.analysis import (
     weight_changes,
 )
 from lightning_modules.vera.vera import projections_of
-from recipes.cli import console
-from recipes.experiment import Experiment, from_command_line, read_history
+from recipes.legacy import Experiment, from_command_line, read_history
+from recipes.messages import console
 from recipes.report import (
     markdown_table,
     mean_sd,

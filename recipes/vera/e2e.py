@@ -23,8 +23,8 @@ from rich.progress import track
 from lightning_modules.decoding import generate
 from lightning_modules.generation_metrics import meteor_is_missing, score
 from lightning_modules.vera import LanguageTuning, merge, strip
-from recipes.cli import console
-from recipes.experiment import Experiment, StageResult, from_command_line
+from recipes.legacy import Experiment, StageResult, from_command_line
+from recipes.messages import console
 from recipes.report import markdown_table, mean_sd, show_table, write_report
 from recipes.vera.glue import NAMES, read_grid
 

@@ -16,11 +16,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-import yaml
 from matplotlib import pyplot as plt
 
-from recipes.cli import console
-from recipes.experiment import Experiment, from_command_line
+from recipes.legacy import Experiment, from_command_line
+from recipes.messages import console
 from recipes.report import markdown_table, median_range, save_plot, show_table, write_report
 
 NAMES = {
@@ -64,7 +63,7 @@ def main(argv: list[str] | None = None) -> Experiment:
 
 def read_grid(experiment: Experiment, name: str) -> dict[str, Any]:
     """What the experiment varies at this preset: a YAML file beside the stage's."""
-    return yaml.safe_load(experiment.files(name)[-1].read_text())
+    return experiment.grid(name)
 
 
 def train(

@@ -14,8 +14,8 @@ preset has none, one trained here first.
 from collections.abc import Sequence
 from typing import Any
 
-from recipes.cli import console
-from recipes.experiment import Experiment, StageResult, from_command_line
+from recipes.legacy import Experiment, StageResult, from_command_line
+from recipes.messages import console
 from recipes.report import markdown_table, mean_sd, show_table, write_report
 from recipes.vera.glue import NAMES, plot, read_grid
 

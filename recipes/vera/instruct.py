@@ -24,8 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_modules.decoding import generate
 from lightning_modules.vera import LanguageTuning, strip
-from recipes.cli import console, parse
-from recipes.experiment import Experiment, StageResult, from_command_line
+from recipes.legacy import Experiment, StageResult, from_command_line
+from recipes.messages import console
 from recipes.report import markdown_table, mean_sd, show_table, write_report
 from recipes.vera.e2e import load, with_tokenizer
 from recipes.vera.glue import NAMES, read_grid
@@ -89,7 +89,7 @@ def models(
 
     The start is VeRA's model without its vectors, one model in memory at a time.
     """
-    settings = parse(str(experiment.files("instruct")[-1]), experiment.extra).model.init_args
+    settings = experiment.parsed("instruct").model.init_args
     for method, stage in sorted(stages.items()):  # VeRA last
         module = load(stage.checkpoint, pretrained=settings.quantize is not None)
         yield method, stage, module

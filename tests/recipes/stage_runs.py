@@ -91,7 +91,7 @@ def arguments(stage, folder, *options, witness=Witness, kill_at=None):
         "init_args": {"save_dir": str(folder), "name": "", "version": ""},
     }
     return [
-        *("fit", "-c", str(RECIPES / f"{stage}.tiny.yaml")),
+        *("fit", "-c", str(RECIPES / f"{stage}.yaml"), "--preset", "tiny"),
         "--trainer.enable_progress_bar=false",
         "--trainer.log_every_n_steps=1",
         f"--trainer.callbacks+={json.dumps(callback)}",

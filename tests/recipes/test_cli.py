@@ -7,17 +7,18 @@ import pytest
 import torch
 import yaml
 
-from recipes.cli import layers_of, main, parse
+from recipes.cli import grid, layers, main, parse, presets
 
 MATFORMER = Path(__file__).resolve().parents[2] / "recipes" / "matformer"
-BASE, TINY = str(MATFORMER / "matvit.yaml"), str(MATFORMER / "matvit.tiny.yaml")
+STAGE = ["-c", str(MATFORMER / "matvit.yaml")]
+BASE = STAGE[1]
 MODEL = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
 
 
 def run(subcommand, folder, *overrides):
     return main(
         [
-            *(subcommand, "-c", BASE, "-c", TINY),
+            *(subcommand, *STAGE, "--preset", "tiny"),
             f"--model.init_args.model_args={json.dumps(MODEL)}",
             "--data.init_args.classes=[3,5,7]",
             "--data.init_args.batch_size=16",
@@ -128,31 +129,48 @@ def test_init_from_starts_a_new_run_and_is_not_in_its_checkpoint(fitted, tmp_pat
         ({"checkpoints": {"save_last": False}}, "checkpoints"),
     ],
 )
-def test_an_unknown_key_in_a_stage_is_named(stage, key, tmp_path, capsys):
+def test_an_unknown_key_in_a_stage_is_named(stage, key, tmp_path):
     (tmp_path / "stage.yaml").write_text(yaml.safe_dump(stage))
-    with pytest.raises(SystemExit) as stop:
-        main(["fit", "-c", BASE, "-c", TINY, "-c", str(tmp_path / "stage.yaml")])
-    assert stop.value.code == 2
-    assert key in capsys.readouterr().err.rpartition("error: ")[2]
+    with pytest.raises(ValueError, match=f"{key}.* is no setting") as wrong:
+        main(["fit", *STAGE, "--preset", "tiny", "-c", str(tmp_path / "stage.yaml")])
+    assert "\n" not in str(wrong.value)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "named"),
+    ("wrong", "said"),
     [
-        ("--model.init_args.lr=fast", "lr"),
-        ("--model.init_args.joint=median", "median"),
-        ("--data=datamodules.NoSuchData", "NoSuchData"),
+        ("--model.lr=fast", "model.lr is fast: expected float"),
+        ("--model.init_args.lr=fast", "model.lr is fast: expected float"),
+        ("--model.joint=median", "model.joint is 'median': expected 'mean' or 'sum' or null"),
+        ("--model.lrr=3", "model.lrr is no setting: --model.help lists those that there are"),
+        ("--model.betas=3", "model.betas is 3: expected list"),
+        ("--data=datamodules.NoSuchData", "data names 'datamodules.NoSuchData': module 'datamo"),
+        ("--data.batch_size=8.5", "data.batch_size is 8.5: expected int"),
+        ("--trainer.max_epochs=1e1", "trainer.max_epochs is 10.0: expected int or null"),
+        ("--seed_everything=x", "seed_everything is x: expected bool or int"),
+        ("--trainer.precision=31", "trainer.precision is 31: expected 64, 32, 16 or 'transformer"),
+        ("--trainer.epochs=3", "--trainer.epochs=3 is no setting"),
     ],
 )
-def test_a_wrong_value_is_named(wrong, named, capsys):
-    with pytest.raises(SystemExit):
-        main(["fit", "-c", BASE, "-c", TINY, wrong])
-    assert named in capsys.readouterr().err.rpartition("error: ")[2]
+def test_a_wrong_value_is_named_in_one_line(wrong, said):
+    with pytest.raises(ValueError) as error:
+        main(["fit", *STAGE, "--preset", "tiny", wrong])
+    assert str(error.value).startswith(said) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "shown"), [("--model.help", "MatViT"), ("--data.help", "Digits")]
+)
+def test_help_on_the_classes_that_the_file_names(asked, shown, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", *STAGE, "--preset", "tiny", asked])
+    assert stop.value.code == 0
+    assert shown in capsys.readouterr().out
 
 
 def test_print_config_prints_what_would_run(capsys):
     with pytest.raises(SystemExit) as stop:
-        main(["fit", "-c", BASE, "-c", TINY, "--model.init_args.lr=0.5", "--print_config"])
+        main(["fit", *STAGE, "--preset", "tiny", "--model.init_args.lr=0.5", "--print_config"])
     assert stop.value.code == 0
     shown = yaml.safe_load(capsys.readouterr().out)
     assert shown["model"]["init_args"]["lr"] == 0.5
@@ -160,8 +178,21 @@ def test_print_config_prints_what_would_run(capsys):
     assert shown["checkpoint"]["save_last"] is True
 
 
-@pytest.mark.parametrize("given", [["-c", TINY], [f"--config={TINY}"], [f"-c={TINY}"]])
-def test_a_preset_brings_its_stage(given, capsys):
+def test_one_seed_for_the_whole_run():
+    config = parse(BASE, "tiny", ["--seed_everything=7"])
+    assert (config.seeding.seed, config.data.init_args.seed) == (7, 7)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [*STAGE, "--preset", "tiny"],
+        ["--preset=tiny", *STAGE],
+        [f"-c={BASE}", "--preset=tiny"],
+        [f"--config={BASE}", "--preset", "tiny"],
+    ],
+)
+def test_a_preset_is_laid_over_its_stage(given, capsys):
     with pytest.raises(SystemExit):
         main(["fit", *given, "--print_config"])
     printed = yaml.safe_load(capsys.readouterr().out)
@@ -169,20 +200,24 @@ def test_a_preset_brings_its_stage(given, capsys):
     assert printed["data"]["class_path"].endswith("DigitsData")
 
 
-def test_one_seed_for_the_whole_run():
-    config = parse(TINY, ["--seed_everything=7"])
-    assert (config.seeding.seed, config.data.init_args.seed) == (7, 7)
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([*STAGE, "--preset", "tinny"], "unknown preset 'tinny': .*matvit.yaml has tiny, small, p"),
+        (["--preset", "tiny"], "--preset tiny: no -c FILE with presets is given"),
+        ([*STAGE, "--preset"], "--preset has no value"),
+        (["-c", "nowhere.yaml"], "nowhere.yaml is not there: expected the YAML file of a stage"),
+    ],
+)
+def test_a_preset_that_is_not_there(given, said):
+    with pytest.raises((ValueError, OSError), match=said):
+        main(["fit", *given])
 
 
-def test_a_preset_is_laid_over_its_stage(tmp_path, monkeypatch):
-    assert layers_of(TINY) == [BASE, TINY]
-    assert layers_of(BASE) == [BASE]
-    (tmp_path / "b.yaml").touch()
-    monkeypatch.chdir(tmp_path)
-    assert layers_of("b.tiny.yaml") == ["b.yaml", "b.tiny.yaml"]
-    assert layers_of("a.config.yaml") == ["a.config.yaml"]  # a dot in a name is no preset
-    paper, tiny = parse(BASE), parse(TINY)
-    assert (paper.trainer.max_epochs, tiny.trainer.max_epochs) == (300, 32)
+def test_presets_lie_over_the_top_as_a_second_file_would():
+    assert presets(BASE) == ["tiny", "small", "paper"]
+    paper, tiny = parse(BASE), parse(BASE, "tiny")
+    assert paper.trainer.max_epochs != tiny.trainer.max_epochs
     assert paper.data.class_path.endswith("ImageNetData")
     assert tiny.data.class_path.endswith("DigitsData")
     for config in (paper, tiny):  # what tiny does not mention stays
@@ -192,7 +227,27 @@ def test_a_preset_is_laid_over_its_stage(tmp_path, monkeypatch):
         assert config.model.init_args.fractions == [0.125, 0.25, 0.5, 1.0]
 
 
+def test_a_preset_may_extend_another(tmp_path):
+    file = tmp_path / "stage.yaml"
+    file.write_text(
+        "a: 1.0e-3\nb: {x: 1, y: 2}\nc: 5\npresets:\n"
+        "  # said of it\n  one: {a: 2, b+: {y: 3}}\n  two: {extends: one, c: null}\n"
+    )
+    assert presets(file) == ["one", "two", "paper"]
+    assert grid(file) == {"a": 0.001, "b": {"x": 1, "y": 2}, "c": 5}
+    assert grid(file, "two") == {"a": 2, "b": {"x": 1, "y": 3}, "c": None}
+    assert grid(file, "two", {"d": 1})["d"] == 1
+    assert "1.0e-3" in layers(file)[0]  # as it is written: 1e-3 is for jsonargparse to read
+
+
+def test_parsing_leaves_the_random_generators_alone():
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    parse(BASE, "tiny", ["--model.lr=0.125"])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_parse_builds_nothing_and_takes_overrides():
-    config = parse(BASE, ["--data.init_args.root=/nowhere", "--model.init_args.lr=0.25"])
+    config = parse(BASE, overrides=["--data.init_args.root=/nowhere", "--model.init_args.lr=0.25"])
     assert config.data.init_args.root == "/nowhere"
     assert config.model.init_args.lr == 0.25

@@ -1,258 +1,207 @@
-"""Stages: skipped when finished, continued when killed, made anew when their settings change."""
+"""What an experiment declares: flags, fingerprints, rows, and values that other stages give."""
 
-import json
-import runpy
-import sys
-from types import SimpleNamespace
+from pathlib import Path
 
-import lightning as L
 import pytest
-import timm
-import torch
-from torch.utils.data import DataLoader, Dataset
 
-from recipes import cli
-from recipes import experiment as module
-from recipes.cli import console
-from recipes.experiment import Experiment, from_command_line, read_history
+from recipes.experiment import Experiment
+from recipes.runner import command_line
+
+MATFORMER = Path(__file__).resolve().parents[2] / "recipes" / "matformer"
 
 
-class Trainings:
-    """Stands for recipes.cli.main: records its calls and leaves what a training leaves."""
-
-    def __init__(self):
-        self.calls, self.fails, self.interrupted = [], False, False
-        self.beside_weights = {"optimizer_states": []}
-
-    def __call__(self, args):
-        self.calls.append(args)
-        folder = next(a for a in args if a.startswith("--checkpoint.dirpath=")).split("=")[1]
-        checkpoint = module.Path(folder) / "last.ckpt"
-        checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"state_dict": {}, **self.beside_weights}, checkpoint)
-        log = checkpoint.parents[1] / f"log{len(self.calls)}"
-        log.mkdir()
-        (log / "metrics.csv").write_text(f"loss\n{len(self.calls)}\n")
-        if self.fails:
-            raise RuntimeError("killed")
-        if self.interrupted:
-            raise KeyboardInterrupt
-
-
-@pytest.fixture
-def trainings(monkeypatch):
-    trainings = Trainings()
-    monkeypatch.setattr(module, "run_stage", trainings)
-    return trainings
-
-
-@pytest.fixture
-def experiment(tmp_path):
-    folder = tmp_path / "recipe"
-    folder.mkdir()
-    (folder / "stage.yaml").write_text("trainer: {max_epochs: 8}\n")
-    (folder / "stage.tiny.yaml").write_text("trainer: {max_epochs: 1}\n")
-    return Experiment("paper.name", folder, "tiny", 1, tmp_path / "runs")
-
-
-def test_finished_stage_is_skipped(experiment, trainings):
-    first = experiment.stage("a", "stage")
-    second = experiment.stage("a", "stage")
-    assert len(trainings.calls) == 1
-    assert first.checkpoint == second.checkpoint
-    experiment.stage("a", "stage", seed=1)
-    experiment.stage("b", "stage")
-    assert len(trainings.calls) == 3
-
-
-@pytest.mark.parametrize("how", ["exception", "ctrl-c"])
-def test_killed_stage_continues_from_its_last_checkpoint(experiment, trainings, how):
-    trainings.fails, trainings.interrupted = how == "exception", how == "ctrl-c"
-    with pytest.raises((RuntimeError, KeyboardInterrupt)):
-        experiment.stage("a", "stage")
-    assert not any(a.startswith("--ckpt_path") for a in trainings.calls[0])
-    trainings.fails = trainings.interrupted = False
-    result = experiment.stage("a", "stage")
-    assert f"--ckpt_path={result.checkpoint}" in trainings.calls[1]
-    experiment.stage("a", "stage")
-    assert len(trainings.calls) == 2
-
-
-def test_a_killed_stage_that_kept_its_weights_only_starts_again(experiment, trainings):
-    trainings.fails, trainings.beside_weights = True, {}
-    with pytest.raises(RuntimeError):
-        experiment.stage("a", "stage")
-    trainings.fails = False
-    result = experiment.stage("a", "stage")
-    assert not any(a.startswith("--ckpt_path") for a in trainings.calls[1])
-    assert result.metrics == {"loss": 2.0}  # and has no curves of the first attempt
-
-
-def test_changed_settings_begin_anew(experiment, trainings):
-    experiment.stage("a", "stage", overrides={"trainer.max_epochs": 2})
-    experiment.stage("a", "stage", overrides={"trainer.max_epochs": 3})
-    (experiment.folder / "stage.tiny.yaml").write_text("trainer: {max_epochs: 5}\n")
-    experiment.stage("a", "stage", overrides={"trainer.max_epochs": 3})
-    assert len(trainings.calls) == 3
-    assert not any(a.startswith("--ckpt_path") for call in trainings.calls for a in call)
-
-
-def test_on_what_it_runs_does_not_make_a_stage_another(experiment, trainings):
-    experiment.stage("a", "stage")
-    experiment.extra = ["--data.num_workers", "8", "--trainer.accelerator=gpu"]
-    experiment.stage("a", "stage")
-    assert len(trainings.calls) == 1
-    experiment.extra += ["--model.lr", "8"]
-    experiment.stage("a", "stage")
-    assert len(trainings.calls) == 2
-    assert (experiment.out / "seed0" / "a.old" / "checkpoints" / "last.ckpt").is_file()
-
-
-def test_weights_in_a_folder_that_change_begin_anew(experiment, trainings, tmp_path):
-    (tmp_path / "model.safetensors").write_text("weights")
-    for time in (1, 1, 2):
-        module.os.utime(tmp_path / "model.safetensors", ns=(time, time))
-        experiment.stage("b", "stage", overrides={"model.init_args.init_from": tmp_path})
-    assert len(trainings.calls) == 2
-
-
-def test_new_weights_to_start_from_begin_anew(experiment, trainings, tmp_path):
-    source = experiment.stage("a", "stage").checkpoint
-    start = {"model.init_args.init_from": source}
-    experiment.stage("b", "stage", overrides=start)
-    experiment.stage("b", "stage", overrides=start)
-    assert len(trainings.calls) == 2
-    source.write_text("other weights")
-    module.os.utime(source, ns=(1, 1))
-    experiment.stage("b", "stage", overrides=start)
-    assert len(trainings.calls) == 3
-
-
-def test_what_the_experiment_computes_wins_over_the_users_arguments(experiment, trainings):
-    experiment.extra = ["--trainer.max_epochs", "8"]
-    experiment.stage("a", "stage", overrides={"trainer.max_epochs": 2, "trainer.callbacks": None})
-    (call,) = trainings.calls
-    assert call.index("--trainer.max_epochs=2") > call.index("--trainer.max_epochs")
-    assert "--trainer.callbacks=null" in call
-    assert call[:5] == [
-        "fit",
-        "-c",
-        str(experiment.folder / "stage.yaml"),
-        "-c",
-        str(experiment.folder / "stage.tiny.yaml"),
-    ]
-
-
-def test_several_devices_train_in_a_process_of_their_own(experiment, trainings, monkeypatch):
-    commands, code = [], 0
-
-    def run(args):
-        commands.append(args)
-        return SimpleNamespace(returncode=code)
-
-    monkeypatch.setattr(module.subprocess, "run", run)
-    experiment.extra = ["--trainer.devices", "2"]
-    experiment.stage("a", "stage")
-    assert not trainings.calls
-    assert commands[0][1:4] == ["-m", "recipes", "fit"]
-    code = 2
-    with pytest.raises(SystemExit, match="2"):
-        experiment.stage("b", "stage")
-    assert not json.loads((experiment.out / "seed0" / "b" / "stage.json").read_text())["finished"]
-
-
-def test_a_history_goes_through_all_sittings(tmp_path):
-    for sitting, text in enumerate(["a,b\n1,\n,2\n", "a,c\n3,\n,4\n"]):
-        folder = tmp_path / f"log{sitting}"
-        folder.mkdir()
-        (folder / "metrics.csv").write_text(text)
-    assert read_history(tmp_path) == {"a": [1.0, 3.0], "b": [2.0], "c": [4.0]}
-
-
-def test_command_line(experiment, capsys, monkeypatch):
-    file = str(experiment.folder / "name.py")
-    built = from_command_line(
-        "paper.name",
-        file,
-        "stage",
-        "About.",
-        ["--preset", "paper", "--seeds", "2", "--data.root", "/d"],
+def made(*arguments, config="matvit"):
+    """A run of an experiment without nodes."""
+    experiment = Experiment(
+        "paper.name", str(MATFORMER / "x.py"), config, "About.", lambda run: None, lambda t, r: []
     )
-    assert (built.preset, built.seeds, built.extra) == ("paper", 2, ["--data.root", "/d"])
-    assert str(built.out) == "runs/paper-name/paper"
-    assert built.files("stage") == [experiment.folder / "stage.yaml"]
+    return command_line(experiment, [*arguments])
+
+
+def test_command_line(capsys):
+    run = made("--preset", "small", "--seeds", "2", "--data.root", "/d", "--model.lr=1")
+    assert (run.preset, list(run.seeds), str(run.out)) == ("small", [0, 1], "runs/paper-name/small")
+    assert run.flags.of("matvit") == ["--data.root=/d", "--model.lr=1"]
     with pytest.raises(SystemExit):
-        from_command_line("paper.name", file, "stage", "About.", ["--preset", "huge"])
-    assert "unknown preset 'huge': expected tiny, paper" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="unknown preset 'huge': expected tiny, paper"):
-        Experiment("n", experiment.folder, "huge", 1, experiment.out).files("stage")
-    with pytest.raises(SystemExit):
-        from_command_line("paper.name", file, "stage", "About.", ["--seeds", "0"])
-
-
-def test_bad_input_is_one_line_on_the_console(capsys, monkeypatch):
-    def fail():
-        raise FileNotFoundError("/nowhere is not a folder: set --data.root")
-
-    monkeypatch.delenv("RECIPES_TRACEBACK", raising=False)
-    with pytest.raises(SystemExit) as stop:
-        console(fail)
-    assert stop.value.code == 2
-    assert capsys.readouterr().err.startswith("error: /nowhere is not a folder: set --data.root\n")
-    monkeypatch.setenv("RECIPES_TRACEBACK", "1")
-    with pytest.raises(FileNotFoundError):
-        console(fail)
-
-
-class Broken(Dataset):
-    """Its one image is none."""
-
-    def __len__(self):
-        return 1
-
-    def __getitem__(self, index):
-        raise OSError("a.png cannot be read: replace or remove it.")
+        made("--help")
+    shown = capsys.readouterr().out
+    for option in ("--preset", "--seeds", "--rows", "--only", "--jobs", "--out", "--plan"):
+        assert option in shown
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("arguments", "said"),
     [
-        (lambda: L.Trainer(accelerator="cuda", logger=False), "CUDAAccelerator` can not run on"),
-        (
-            lambda: timm.create_model("vit_tiny_patch16_224")(torch.zeros(1, 3, 160, 160)),
-            "Input height (160) doesn't match model (224). Set data.image_size to the model's, or",
-        ),
-        (
-            lambda: next(iter(DataLoader(Broken(), num_workers=1))),
-            "error: a.png cannot be read: replace or remove it.\n(RECIPES",
-        ),
+        (["--preset", "huge"], "unknown preset 'huge': .* has tiny, small, paper"),
+        (["--seeds", "0"], "--seeds 0: expected at least 1"),
+        (["--jobs", "0"], "--jobs 0: expected at least 1"),
+        (["--model.lr"], "--model.lr has no value"),
+        (["model.lr", "3"], "'model.lr' is no flag: expected --key value"),
+        (["--seed_everything", "3"], "--seed_everything is set by the experiment: --seeds N"),
+        (["--ckpt_path=x"], "--ckpt_path is set by the experiment: the same command continues"),
+        (["--matvit.data.init_args.seed=1"], "is set by the experiment: --seeds N"),
+        (["-c", "x.yaml"], "is set by the experiment: flags change settings"),
+        (["--trainer.default_root_dir=x"], "is set by the experiment: --out DIR"),
     ],
 )
-def test_what_others_raise_is_said_as_briefly(wrong, said, capsys, monkeypatch):
-    monkeypatch.delenv("RECIPES_TRACEBACK", raising=False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(SystemExit) as stop:
-        console(wrong)
-    shown = capsys.readouterr().err
-    assert stop.value.code == 2 and said in shown and "Traceback (" not in shown
+def test_a_wrong_command_line_is_refused(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        made(*arguments)
 
 
-def test_ctrl_c_says_how_to_go_on(monkeypatch):
-    def interrupted(args):
-        try:
-            raise KeyboardInterrupt
-        except KeyboardInterrupt:
-            sys.exit(1)  # as Lightning does
-
-    monkeypatch.setattr(cli, "RecipeCLI", interrupted)
-    with pytest.raises(SystemExit, match="the same command continues"):
-        console(lambda: cli.main(["fit"]))
-    monkeypatch.setattr(sys, "argv", ["recipes", "fit"])
-    with pytest.raises(SystemExit, match="the same command with --ckpt_path …/last.ckpt continues"):
-        runpy.run_module("recipes", run_name="__main__")  # a stage by itself
+def settings(run, stage):
+    return run.nodes[run.out / "seed0" / stage].parsed()
 
 
-def test_record_says_what_a_stage_was_made_from(experiment, trainings):
-    experiment.stage("a", "stage")
-    record = json.loads((experiment.out / "seed0" / "a" / "stage.json").read_text())
-    assert record["finished"] and len(record["fingerprint"]) == 64
+def test_a_flag_wins_over_files_and_settings():
+    run = made("--model.lr", "0.5", "--matvit.model.warmup_steps", "3")
+    run.stage("a", "matvit", settings={"model.lr": 0.1, "model.momentum": 0.7})
+    run.stage("b", "pretrain")
+    run.check()
+    a, b = (settings(run, name).model.init_args for name in "ab")
+    assert (a.lr, a.momentum, a.warmup_steps) == (0.5, 0.7, 3)
+    assert b.lr == 0.5 and b.warmup_steps != 3
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--model.rank=3",
+        "--model.init_args.rank=3",
+        '--model={"class_path": "x", "init_args": {"rank": 3}}',
+        '--model.init_args={"rank": 3}',
+        "--matvit.model.rank=3",
+        "--model.rank+=3",
+    ],
+)
+def test_a_flag_that_names_what_is_varied_is_refused(flag):
+    run = made(flag)
+    run.rows(["a"])
+    run.stage("a", "matvit", varied={"model.init_args.rank": 8})
+    with pytest.raises(ValueError, match="this experiment varies model.rank; choose rows with --r"):
+        run.check()
+
+
+def test_a_flag_of_another_file_may_name_what_is_varied():
+    run = made("--pretrain.model.lr=3")
+    run.stage("a", "matvit", varied={"model.lr": 8})
+    run.stage("b", "pretrain")
+    run.check()
+    assert settings(run, "a").model.init_args.lr == 8
+    assert settings(run, "b").model.init_args.lr == 3
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--model.no_such=1", "matvit.yaml: model.no_such is no setting"),
+        ("--models.lr=1", "--models.lr=1 is no setting: expected one that begins with trainer"),
+        ("--no_such=1", "matvit.yaml: --no_such=1 is no setting"),
+        ("--model.lr=fast", "matvit.yaml: model.lr is fast: expected float"),
+    ],
+)
+def test_an_unknown_flag_is_refused(flag, said):
+    run = made(flag)
+    run.stage("a", "matvit")
+    run.stage("b", "pretrain")
+    with pytest.raises(ValueError, match=said):
+        run.check()
+
+
+def test_what_is_derived_is_computed_from_the_users_flags():
+    run = made("--trainer.max_epochs=12")
+    run.stage("a", "matvit", derived={"trainer.max_epochs": lambda s: s.trainer.max_epochs // 4})
+    assert settings(run, "a").trainer.max_epochs == 3
+
+
+def test_rows():
+    assert made().rows(["a", "b"]) == ["a", "b"]
+    assert made().rows(["a", "b"], ["b"]) == ["b"]
+    assert made("--rows", "a").rows(["a", "b"], ["b"]) == ["a"]
+    with pytest.raises(ValueError, match="--rows has 'c': expected some of a, b"):
+        made("--rows", "c").rows(["a", "b"])
+    with pytest.raises(ValueError, match="this experiment has no rows to choose"):
+        made("--rows", "c").check()
+
+
+def chain(run):
+    """Two stages, the second from the weights of the first, and a measurement of both."""
+    a = run.stage("first", "matvit", settings={"model.lr": 0.25})
+    b = run.stage("second", "matvit", varied={"model.init_from": a})
+    run.measure("look", 0, chain, {"a": a, "b": b})
+    return run
+
+
+def test_only_takes_what_it_needs_with_it():
+    assert [node.name for node in chain(made("--only", "sec*")).chosen()] == ["first", "second"]
+    assert len(chain(made()).chosen()) == 3
+    with pytest.raises(ValueError, match="--only x fits no part of the experiment: first, second"):
+        chain(made("--only", "x")).chosen()
+
+
+def test_a_stage_as_a_value_is_its_last_checkpoint():
+    run = chain(made())
+    last = run.out / "seed0" / "first" / "checkpoints" / "last.ckpt"
+    assert settings(run, "second").model.init_args.init_from == str(last)
+    assert [node.name for node in run.nodes[run.out / "seed0" / "look"].waits_for()] == [
+        "first",
+        "second",
+    ]
+
+
+def prints(*arguments, build=chain):
+    return {node.name: node.fingerprint for node in build(made(*arguments)).nodes.values()}
+
+
+def test_a_fingerprint_is_of_the_settings_and_of_what_a_stage_starts_from():
+    before = prints()
+    assert prints("--trainer.devices=2", "--trainer.accelerator", "gpu") == before
+    assert prints("--data.num_workers=3", "--out", "elsewhere", "--jobs", "2") == before
+    assert prints("--model.init_args.lr=0.25", "--data.batch_size=32")["first"] == before["first"]
+    changed = prints("--model.lr=0.125")
+    assert all(changed[name] != before[name] for name in before)
+
+    def other_first(run):
+        a = run.stage("first", "matvit", settings={"model.lr": 0.25, "model.momentum": 0.5})
+        run.stage("second", "matvit", varied={"model.init_from": a})
+        return run
+
+    changed = prints(build=other_first)
+    assert changed["second"] != before["second"]
+
+
+def test_external_weights_are_part_of_the_fingerprint(tmp_path):
+    weights = tmp_path / "model.safetensors"
+
+    def build(run):
+        run.stage("a", "matvit", settings={"model.init_from": str(tmp_path)})
+        return run
+
+    without = prints(build=build)
+    weights.write_text("weights")
+    one = prints(build=build)
+    weights.write_text("others!!")
+    assert len({found["a"] for found in (without, one, prints(build=build))}) == 3
+
+
+def test_a_value_of_other_stages_stands_for_itself_until_it_is_there():
+    def build(run, metric="val/accuracy"):
+        trials = [run.stage(f"t{i}", "matvit", settings={"model.lr": 10.0**-i}) for i in (1, 2)]
+        run.stage("final", "matvit", settings=run.best(trials, metric, ["model.lr"]))
+        return run
+
+    run = build(made())
+    assert settings(run, "final").model.init_args.lr == 0.1
+    final = run.nodes[run.out / "seed0" / "final"]
+    assert [node.name for node in final.waits_for()] == ["t1", "t2"]
+    before = prints(build=build)
+    assert prints(build=lambda run: build(run, "val/loss"))["final"] != before["final"]
+    changed = prints("--model.momentum=0.1", build=build)
+    assert changed["final"] != before["final"]
+
+
+def test_two_stages_of_one_name_must_be_the_same():
+    run = made()
+    assert run.stage("a", "matvit") is run.stage("a", "matvit")
+    with pytest.raises(ValueError, match="declared twice"):
+        run.stage("a", "matvit", settings={"model.lr": 3.0})

@@ -51,7 +51,7 @@ def test_tiny_preset(name, out, monkeypatch):
     def fail(args):
         raise AssertionError(f"a finished stage was trained again: {args}")
 
-    monkeypatch.setattr("recipes.experiment.run_stage", fail)
+    monkeypatch.setattr("recipes.legacy.run_stage", fail)
     main_of(name)(command)
     assert json.loads((folder / "metrics.json").read_text())["seeds"] == metrics["seeds"]
 
@@ -82,7 +82,7 @@ def test_unknown_preset(name, capsys):
     with pytest.raises(SystemExit):
         main_of(name)(["--preset", "tinny"])
     message = capsys.readouterr().err
-    assert "unknown preset 'tinny': expected small, tiny, paper" in message
+    assert "unknown preset 'tinny': expected tiny, small, paper" in message
 
 
 @pytest.mark.parametrize("name", PLOTS)

@@ -49,7 +49,7 @@ def test_tiny_preset(name, repaired, tmp_path, monkeypatch):
     def fail(args):
         raise AssertionError(f"a finished stage was trained again: {args}")
 
-    monkeypatch.setattr("recipes.experiment.run_stage", fail)
+    monkeypatch.setattr("recipes.legacy.run_stage", fail)
     main_of(name)(command)
     assert json.loads((folder / "metrics.json").read_text())["seeds"] == metrics["seeds"]
 

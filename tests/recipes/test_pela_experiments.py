@@ -13,13 +13,13 @@ from recipes.cli import parse
 from recipes.pela import tables, vision
 from recipes.pela.compressed import build, similarity, step_cost, whiten
 
-CONFIG = vision.__file__.replace("vision.py", "deit_b.tiny.yaml")
+CONFIG = vision.__file__.replace("vision.py", "deit_b.yaml")
 
 
 @pytest.fixture(scope="module")
 def tiny():
     """The main stage of the preset, and its data."""
-    return parse(CONFIG), DigitsData(batch_size=8, eval_batch_size=100, val_fraction=0.9)
+    return parse(CONFIG, "tiny"), DigitsData(batch_size=8, eval_batch_size=100, val_fraction=0.9)
 
 
 def test_tiny_preset(tmp_path, monkeypatch):
@@ -54,13 +54,13 @@ def test_tiny_preset(tmp_path, monkeypatch):
     def fail(args):
         raise AssertionError(f"a finished stage was trained again: {args}")
 
-    monkeypatch.setattr("recipes.experiment.run_stage", fail)
+    monkeypatch.setattr("recipes.legacy.run_stage", fail)
     again = vision.Study(vision_experiment(command), "swin_b", 0).run(whole=False)
     assert again == found["swin_b"]
 
 
 def vision_experiment(command):
-    from recipes.experiment import from_command_line
+    from recipes.legacy import from_command_line
 
     return from_command_line("pela.vision", vision.__file__, "deit_b", "", command)
 
@@ -165,7 +165,7 @@ def test_what_a_step_costs(tiny):
 def test_unknown_preset(capsys):
     with pytest.raises(SystemExit):
         vision.main(["--preset", "tinny"])
-    assert "unknown preset 'tinny': expected small, tiny, paper" in capsys.readouterr().err
+    assert "unknown preset 'tinny': expected tiny, small, paper" in capsys.readouterr().err
 
 
 def test_help(capsys):

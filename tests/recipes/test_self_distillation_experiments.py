@@ -12,7 +12,7 @@ from PIL import Image
 from transformers import BertConfig, BertModel, BertTokenizer
 
 from lightning_modules.self_distillation import Adaptation
-from recipes.experiment import Experiment, presets, read_history
+from recipes.legacy import Experiment, presets, read_history
 from recipes.self_distillation import tables, theory
 from recipes.self_distillation.adaptation import divided, read_grid
 
@@ -64,7 +64,7 @@ def test_tiny_preset(name, tmp_path, monkeypatch):
     def fail(args):
         raise AssertionError(f"a finished stage was trained again: {args}")
 
-    monkeypatch.setattr("recipes.experiment.run_stage", fail)
+    monkeypatch.setattr("recipes.legacy.run_stage", fail)
     main_of(name)(command)
     assert json.loads((folder / "metrics.json").read_text()) == metrics
 
@@ -89,7 +89,7 @@ def test_grids_name_what_is_there(name):
         taught = {one["teacher"] for one in grid["adaptations"].values() if "teacher" in one}
         assert used | taught == set(grid["adaptations"])
         for stage in ("adapt", "finetune"):
-            replace(experiment, preset=grid.get("preset", preset)).files(f"{name}_{stage}")
+            experiment.files(f"{name}_{stage}")
 
 
 def test_a_grid_lies_over_the_shared_one():

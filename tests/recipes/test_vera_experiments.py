@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from recipes.experiment import Experiment, from_command_line
+from recipes.legacy import Experiment, from_command_line
 from recipes.vera import ablations, analysis, glue
 
 SHORT = ["--trainer.limit_train_batches=2", "--trainer.limit_val_batches=2"]
@@ -38,7 +38,7 @@ def no_training(monkeypatch):
     def fail(args):
         raise AssertionError(f"a finished stage was trained again: {args}")
 
-    return lambda: monkeypatch.setattr("recipes.experiment.run_stage", fail)
+    return lambda: monkeypatch.setattr("recipes.legacy.run_stage", fail)
 
 
 def test_images(tmp_path, no_training):

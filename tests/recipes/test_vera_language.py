@@ -13,7 +13,7 @@ from datamodules.instructions import fill_template
 from lightning_modules import backbones
 from lightning_modules.generation_metrics import score
 from lightning_modules.vera import LanguageTuning
-from recipes.experiment import StageResult, read_history
+from recipes.legacy import StageResult, read_history
 from recipes.vera import e2e, instruct
 
 SIZES = {  # of two layers of width 32: what each method trains
@@ -72,7 +72,7 @@ def test_second_call_trains_nothing(name, finished, monkeypatch):
     def fail(*args, **kwargs):
         raise AssertionError("a finished stage was trained, or its texts were written, again")
 
-    monkeypatch.setattr("recipes.experiment.run_stage", fail)
+    monkeypatch.setattr("recipes.legacy.run_stage", fail)
     monkeypatch.setattr(e2e, "generate", fail)
     main_of(name)(command)
     assert metrics_of(experiment)["seeds"] == before["seeds"]
@@ -149,7 +149,7 @@ def test_unknown_preset(name, capsys):
     with pytest.raises(SystemExit):
         main_of(name)(["--preset", "tinny"])
     message = capsys.readouterr().err
-    assert "unknown preset 'tinny': expected small, tiny, paper" in message
+    assert "unknown preset 'tinny': expected tiny, small, paper" in message
 
 
 # What `paper` needs of a quantised model, tried with one that only says it is.

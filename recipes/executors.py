@@ -1,0 +1,234 @@
+"""Where the nodes of an experiment are executed: in this process, or in several beside it.
+
+An executor takes a task, a call of a top-level function, and gives a future of its result. Another
+backend is another class with `jobs`, `submit` and `stop`.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from recipes.messages import sentence
+
+Say = Callable[[str], None]  # takes a few words on how far a task is
+
+
+@dataclass
+class Task:
+    """A call of `function(argument, say)`.
+
+    Attributes:
+        title: for messages.
+        log: receives what the task prints, where it does not run in this process.
+    """
+
+    title: str
+    function: Callable[[Any, Say], Any]
+    argument: Any
+    log: Path
+
+
+class TaskFailed(Exception):
+    """A task raised; the message is one sentence on why."""
+
+
+class Executor(Protocol):
+    """Executes tasks, at most `jobs` at once."""
+
+    jobs: int
+
+    def submit(self, task: Task, say: Say) -> "Future[Any]":
+        """Start a task; its future raises TaskFailed if it fails."""
+
+    def stop(self) -> None:
+        """End all tasks at once."""
+
+
+class InProcess:
+    """One task after the other, in this process."""
+
+    jobs = 1
+
+    def submit(self, task: Task, say: Say) -> "Future[Any]":
+        """Execute the task before returning."""
+        future: Future[Any] = Future()
+        try:
+            future.set_result(task.function(task.argument, say))
+        except (Exception, SystemExit) as error:
+            if os.environ.get("RECIPES_TRACEBACK"):
+                raise
+            future.set_exception(TaskFailed(_reason(error)))
+        return future
+
+    def stop(self) -> None:
+        """There is nothing to end."""
+
+
+class LocalPool:
+    """Tasks side by side in processes of this machine, each with its share of the threads.
+
+    A process is started when it is first needed and used again, so that the libraries are imported
+    once for each. It ends with this process, whatever ends that.
+
+    Args:
+        jobs: number of processes.
+        threads: of torch in each; by default OMP_NUM_THREADS, or the cores divided by jobs.
+    """
+
+    def __init__(self, jobs: int, threads: int | None = None):
+        self.jobs = jobs
+        share = max(1, _cores() // jobs)
+        self.count = threads or int(os.environ.get("OMP_NUM_THREADS", share))
+        self.stopped = False
+        self.waiting = ThreadPoolExecutor(jobs)  # a thread for each process: it waits
+        self.idle: SimpleQueue[_Worker | None] = SimpleQueue()
+        self.workers: list[_Worker] = []
+        for _ in range(jobs):
+            self.idle.put(None)
+
+    def submit(self, task: Task, say: Say) -> "Future[Any]":
+        """Hand the task to a free process."""
+        return self.waiting.submit(self._execute, task, say)
+
+    def _execute(self, task: Task, say: Say) -> Any:
+        worker = self.idle.get()
+        if worker is None or not worker.process.is_alive():
+            worker = _Worker(self.count)
+            self.workers.append(worker)
+        try:
+            return worker.execute(task, say)
+        finally:
+            self.idle.put(worker)
+
+    def stop(self) -> None:
+        """Kill the processes, and what they have started."""
+        for worker in self.workers:
+            worker.kill()
+        self.waiting.shutdown(wait=False, cancel_futures=True)
+
+
+class _Worker:
+    """A process that executes one task after the other."""
+
+    def __init__(self, threads: int):
+        context = multiprocessing.get_context("spawn")
+        self.pipe, other = context.Pipe()
+        with _environment(OMP_NUM_THREADS=str(threads)):
+            self.process = context.Process(target=_work, args=(other, threads), daemon=False)
+            self.process.start()
+        other.close()
+
+    def execute(self, task: Task, say: Say) -> Any:
+        """Wait for the result, and pass on what the task says of its progress."""
+        try:
+            self.pipe.send(task)
+            while True:
+                kind, content = self.pipe.recv()
+                if kind == "said":
+                    say(content)
+                elif kind == "failed":
+                    raise TaskFailed(content)
+                else:
+                    return content
+        except (EOFError, ConnectionError):
+            self.process.join()
+            code = self.process.exitcode
+            raise TaskFailed(f"its process ended with exit code {code}; see {task.log}") from None
+
+    def kill(self) -> None:
+        """End the process and all that it started."""
+        if self.process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.join()
+
+
+def _work(pipe: Connection, threads: int) -> None:
+    """What a worker process does."""
+    with contextlib.suppress(PermissionError):
+        os.setsid()  # Ctrl-C is for the parent, which then ends this group
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    import torch
+
+    torch.set_num_threads(threads)
+    while True:
+        try:
+            task: Task = pipe.recv()
+        except EOFError:
+            return
+        task.log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with _output_to(task.log):
+                try:
+                    result = task.function(task.argument, lambda said: pipe.send(("said", said)))
+                except BaseException:
+                    traceback.print_exc()
+                    raise
+            pipe.send(("result", result))
+        except (Exception, SystemExit) as error:
+            pipe.send(("failed", f"{_reason(error)} (all of it: {task.log})"))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os.killpg(0, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _output_to(log: Path) -> Iterator[None]:
+    """Send what this process and those it starts print to a file."""
+    sys.stdout.flush(), sys.stderr.flush()
+    kept = os.dup(1), os.dup(2)
+    with log.open("a", buffering=1) as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+        try:
+            yield
+        finally:
+            sys.stdout.flush(), sys.stderr.flush()
+            for stream, old in zip((1, 2), kept, strict=True):
+                os.dup2(old, stream)
+                os.close(old)
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """Set variables of the environment for a while."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _reason(error: BaseException) -> str:
+    said = sentence(error)
+    if said is not None:
+        return said
+    if isinstance(error, SystemExit):
+        return f"it ended with exit code {error.code}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,117 @@
+"""What is wrong with an input, in one sentence instead of a traceback or a page of usage."""
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+WRONG_SIZE = "doesn't match model"  # timm's assertion about an image
+
+
+class ExperimentFailed(RuntimeError):
+    """Some nodes of an experiment failed; the message has a sentence for each reason."""
+
+
+def console(run: Callable[[], Any], resume: str = "the same command continues") -> None:
+    """Run a command; say what is wrong with its input in one line instead of a traceback.
+
+    `resume` is said after Ctrl-C.
+    The environment variable RECIPES_TRACEBACK=1 brings the traceback back.
+    """
+    try:
+        run()
+    except KeyboardInterrupt:
+        sys.exit(f"interrupted: {resume}")
+    except Exception as error:
+        reason = sentence(error)
+        if reason is None or os.environ.get("RECIPES_TRACEBACK"):
+            raise
+        print(f"error: {reason}\n(RECIPES_TRACEBACK=1 shows where)", file=sys.stderr)
+        sys.exit(2)
+
+
+def sentence(error: BaseException) -> str | None:
+    """What an error says of the input; None for an error that is not the input's fault."""
+    expected = (ValueError, OSError, MisconfigurationException, ExperimentFailed)
+    reason = str(error)
+    if isinstance(error, AssertionError) and WRONG_SIZE in reason:
+        return f"{reason} Set data.image_size to the model's, or img_size in model.model_args."
+    if not isinstance(error, expected):
+        return None
+    # a worker of the loader hands over its whole traceback
+    return re.split(r"Original Traceback.*\n\w+Error: ", reason, flags=re.S)[-1].strip()
+
+
+def shortened(message: str) -> str:
+    """jsonargparse's message about a value, in a line: where, what was given, what is expected.
+
+    It lists each member of a union with the reason why it is not that; here stand the innermost
+    ones alone.
+    """
+    message = message.removeprefix('Parser key "config": ')
+    key = _key(message)
+    if unknown := re.search(r"Option '([^']+)' is not accepted", message):
+        part = key.partition(".")[0] or "model"
+        return f"{key}.{unknown[1]} is no setting: --{part}.help lists those that there are"
+    wrong = re.search(r"Problem with given class_path '([^']+)':\s*(.+)", message)
+    if wrong and "Parser key" not in message[wrong.start() :]:
+        return f"{key} names {wrong[1]!r}: {wrong[2].strip()}"
+    kinds = re.findall(r"Expected an? (.+?)(?:\. Got value.*)?$", _innermost(message), re.M)
+    types = list(dict.fromkeys(map(_name, kinds)))
+    if key and types:
+        return f"{key} is {_value(message)}: expected {' or '.join(types)}"
+    if unknown := re.match(r"unrecognized arguments: (.*)", message):
+        return f"{unknown[1]} is no setting: --help lists those that there are"
+    if unknown := re.search(r"does not accept option '([^']+)'", message):
+        return f"{unknown[1]} is no setting: --help lists those that there are"
+    message = re.sub(r'^Parser key "([^"]+)":', r"\1:", message.strip())
+    return re.sub(r"\s+", " ", message)
+
+
+def _key(message: str) -> str:
+    """The dotted name that "Parser key" lines of growing indentation spell."""
+    parts: list[str] = []
+    depth = -1
+    for indent, name in re.findall(r'^([ -]*)Parser key "([^"]+)"', message, flags=re.M):
+        if len(indent) > depth:
+            parts.append(name)
+            depth = len(indent)
+    return ".".join(parts).replace(".init_args", "")
+
+
+def _innermost(message: str) -> str:
+    """What is said after the last key that belongs to the name, up to the end of its union."""
+    lines = message.splitlines()
+    places = [i for i, line in enumerate(lines) if "Parser key" in line]
+    if not places:
+        return message
+    depth = len(lines[places[-1]]) - len(lines[places[-1]].lstrip(" -"))
+    inner = []
+    for line in lines[places[-1] + 1 :]:
+        if len(line) - len(line.lstrip(" -")) <= depth and depth > 0:
+            break
+        inner.append(line)
+    return "\n".join(inner)
+
+
+def _name(kind: str) -> str:
+    """A type as its user writes it."""
+    if literal := re.match(r"typing\.Literal\[(.*)\]", kind):
+        return literal[1].replace("', '", "' or '")
+    kind = re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", kind)
+    return {"NoneType": "null"}.get(kind, kind)
+
+
+def _value(message: str) -> str:
+    """The value that was refused."""
+    for pattern in (
+        r"Got value: (.*)",
+        r"NestedArg\(key='[^']*', val=(.*)\)",
+        r"Given value: (.*)",
+    ):
+        if given := re.search(pattern, message):
+            return given[1]
+    return "of another type"

@@ -1,0 +1,169 @@
+"""What a finished node has left in its folder, and the record of what it was made from."""
+
+import csv
+import hashlib
+import importlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jsonargparse
+import pandas as pd
+
+from recipes import cli, results
+from recipes.flags import key_of, passing
+
+RECORD = "node.json"
+ROWS = "results.csv"
+
+
+@dataclass
+class Finished:
+    """A finished node.
+
+    Attributes:
+        folder: where its checkpoints, its logs and its files are.
+        seed: of the node.
+        file: of a stage, its YAML.
+        preset: of a stage.
+        arguments: of a stage, behind its file and preset.
+    """
+
+    folder: Path
+    seed: int
+    file: str = ""
+    preset: str = ""
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def checkpoint(self) -> Path:
+        """Of a stage: its last.ckpt."""
+        return self.folder / "checkpoints" / "last.ckpt"
+
+    @property
+    def best(self) -> Path:
+        """Of a stage with checkpoint.filename: best, its best.ckpt."""
+        return self.folder / "checkpoints" / "best.ckpt"
+
+    @cached_property
+    def history(self) -> dict[str, list[float]]:
+        """Of a stage: the values of everything it logged, in order."""
+        return read_history(self.folder)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of a stage: the last value of everything it logged."""
+        return {name: values[-1] for name, values in self.history.items()}
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, over all sittings."""
+        return read_record(self.folder)["seconds"]
+
+    @cached_property
+    def rows(self) -> pd.DataFrame:
+        """Of a measurement: its part of the table."""
+        return results.read(self.folder)
+
+    @cached_property
+    def settings(self) -> jsonargparse.Namespace:
+        """Of a stage: all its settings."""
+        arguments = [*self.arguments, f"--seed_everything={self.seed}"]
+        return cli.parse(self.file, self.preset, arguments)
+
+    def datamodule(self) -> Any:
+        """Of a stage: the DataModule that it trained on."""
+        data = self.settings.data
+        return type_of(data)(**data.init_args.as_dict())
+
+
+def fingerprint(content: Mapping[str, Any], seed: int, references: Mapping[str, Any]) -> str:
+    """Of what a node is made from.
+
+    Files that settings name are part of it with their size and date.
+
+    Args:
+        content: settings; those on what and how a node runs do not count.
+        seed: of the node.
+        references: how other nodes' values were made, by key or by path.
+    """
+    flat = flattened(content)
+    made = {key: _made(key, value, references) for key, value in flat.items() if not passing(key)}
+    return hashlib.sha256(
+        json.dumps([made, seed], sort_keys=True, default=str).encode()
+    ).hexdigest()
+
+
+def _made(key: str, value: Any, references: Mapping[str, Any]) -> Any:
+    if (known := references.get(key)) is not None:
+        return known
+    if not isinstance(value, str):
+        return value
+    if (known := references.get(value)) is not None:
+        return known
+    for file in (Path(value), Path(value, "model.safetensors")) if value else ():
+        if len(value) < 1024 and os.path.isfile(file):
+            stat = file.stat()
+            return [value, stat.st_size, stat.st_mtime_ns]
+    return value
+
+
+def flattened(content: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested settings as one dictionary with dotted keys, without "init_args"."""
+    if isinstance(content, Mapping) and content:
+        flat: dict[str, Any] = {}
+        for name, value in content.items():
+            flat |= flattened(value, f"{prefix}.{name}" if prefix else str(name))
+        return flat
+    if isinstance(content, list | tuple) and any(isinstance(one, Mapping) for one in content):
+        return flattened({str(place): one for place, one in enumerate(content)}, prefix)
+    return {key_of(prefix): content}
+
+
+def at(settings: jsonargparse.Namespace, key: str) -> Any:
+    """The value of a setting, such as model.lr."""
+    flat = flattened(settings.as_dict())
+    if key_of(key) not in flat:
+        raise ValueError(f"{key} is no setting of the stage")
+    return flat[key_of(key)]
+
+
+def type_of(settings: Any) -> Any:
+    """The class that a parsed stage names as its model or data."""
+    module, _, name = settings.class_path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """What a node's folder says of itself; empty if there is none."""
+    file = folder / RECORD
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def write_record(folder: Path, record: Mapping[str, Any]) -> None:
+    """Write what a node was made from, and how far it has come."""
+    write_whole(folder / RECORD, json.dumps(record, indent=1) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that others see the old one or the new one, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
+
+
+def read_history(folder: Path) -> dict[str, list[float]]:
+    """Every column of a stage's metrics.csv, of which each sitting has one, without gaps."""
+    history: dict[str, list[float]] = {}
+    for file in sorted(folder.glob("log*/metrics.csv"), key=lambda file: int(file.parent.name[3:])):
+        with file.open(newline="") as rows:
+            for row in csv.DictReader(rows):
+                for name, value in row.items():
+                    if value:
+                        history.setdefault(name, []).append(float(value))
+    return history
