@@ -1,6 +1,6 @@
 """What images.py and text.py share: the stages in order, what is measured after them, the report.
 
-A grid (shared_grid.yaml, under images_grid.yaml, under images_grid.small.yaml, …) says what is run.
+A grid (shared_grid.yaml, under images_grid.yaml at its preset) says what is run.
 `adaptations` are stages between pre-training and fine-tuning, by name: settings that are laid over
 <kind>_adapt.yaml, with two keys of their own, `teacher`, the adaptation whose encoder teaches, and
 `times`, how many times the steps. `rows` are fine-tunings: settings laid over <kind>_finetune.yaml,
