@@ -135,10 +135,10 @@ def copy(source: Path, out: Path) -> None:
 
 def from_gguf(file: Path, out: Path) -> None:
     """A transformers folder from a GGUF file, whose 4-bit weights become float32."""
-    names = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    transformers.AutoTokenizer.from_pretrained(**names).save_pretrained(out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer.save_pretrained(out)
     loader = transformers.AutoModelForCausalLM
-    read = loader.from_pretrained(**names, dtype=torch.float32)
+    read = loader.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     config = type(read.config).from_dict(read.config.to_dict())
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # transformers would not save what was read as quantised
@@ -213,7 +213,7 @@ def vit_from_onnx(file: Path, out: Path, depth: int = 12) -> None:
     model = timm.create_model("vit_small_patch14_dinov2", depth=depth, num_classes=0)
     fill(model, {name: value for name, value in state.items() if not name.startswith(later)})
     arguments = {"depth": depth, "num_classes": 0}
-    save_for_hf(model, out, model_args=arguments, safe_serialization=True)
+    save_for_hf(model, str(out), model_args=arguments, safe_serialization=True)
 
 
 def timm_name(name: str) -> str:
