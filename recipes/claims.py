@@ -1,0 +1,209 @@
+"""What the papers claim, as data beside each experiment, and what our numbers say about it.
+
+An experiment's module lists its paper's claims:
+
+    CLAIMS = [
+        Claim(
+            name="further < self-distillation",
+            paper="self-distillation",
+            sentence="Self-distillation beats further pre-training alone.",
+            where="Table 1, CUB",
+            number="58.06 against 55.72 %",
+            test=Comparison("accuracy", "self_distillation", "further", scale=100),
+            gate=Comparison("accuracy", "finetune", "scratch", threshold=0.01, scale=100),
+        ),
+    ]
+
+recipes/ledger.py judges all of them, on the seeds' paired difference and its 95 % interval:
+
+    supported     the interval lies above the threshold
+    refuted       it lies below
+    undecided     it holds the threshold: so many seeds would decide, if mean and spread stay
+    not judged    the gate is shut (what must hold for this size to have anything to say is not
+                  supported), nothing was measured, or only by the smoke test
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import pandas as pd
+from scipy import stats
+
+from recipes.results import Difference, Where, by_seed, difference, select, unique
+
+SUPPORTED, REFUTED = "supported", "refuted"
+UNDECIDED, NOT_JUDGED = "undecided", "not judged"
+MOST_SEEDS = 1000
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Holds where a − b exceeds a threshold; to say "at most", swap a and b.
+
+    Attributes:
+        metric: compared.
+        a: a row, or conditions on columns, such as {"row": "vera", "stage": "best"}.
+        b: likewise; None compares with the threshold alone.
+        threshold: in the metric's own unit: −0.01 for "loses at most one point".
+        where: conditions on both.
+        mean_over: see `results.by_seed`; with "set", a gate judges each set for itself, and the
+            mean is over those that it lets through.
+        exact: no seed changes the values (counts): they need no interval.
+        scale: what differences are multiplied by when written: 100 for points.
+        digits: of them.
+    """
+
+    metric: str
+    a: str | Where
+    b: str | Where | None = None
+    threshold: float = 0.0
+    where: Where = field(default_factory=dict)
+    mean_over: str = ""
+    exact: bool = False
+    scale: float = 1.0
+    digits: int = 2
+
+    def side(self, table: pd.DataFrame, one: str | Where) -> pd.Series:
+        """One side's values by seed."""
+        conditions = {"row": one} if isinstance(one, str) else dict(one)
+        return by_seed(table, self.metric, {**self.where, **conditions}, self.mean_over)
+
+    def difference(self, table: pd.DataFrame) -> Difference:
+        """a − b, or a alone."""
+        return difference(
+            self.side(table, self.a), 0.0 if self.b is None else self.side(table, self.b)
+        )
+
+    def verdict(self, compared: Difference) -> str:
+        """The word for a measured difference."""
+        if not compared.n:
+            return NOT_JUDGED
+        low, high = compared.low, compared.high
+        if self.exact:
+            low = high = compared.mean
+        if low > self.threshold:
+            return SUPPORTED
+        # of exact values, one that only reaches the threshold does not exceed it
+        if high < self.threshold or (self.exact and high == self.threshold):
+            return REFUTED
+        return UNDECIDED
+
+    def text(self, compared: Difference) -> str:
+        """The difference with its interval and n, and a threshold that is not zero."""
+        if not compared.n:
+            return ""
+        limit = self.threshold * self.scale
+        text = compared.text(self.scale, self.digits)
+        text += f" (> {limit:+.{self.digits}f}?)" if self.threshold else ""
+        return text if self.exact else f"{text}, n = {compared.n}"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of a paper.
+
+    Attributes:
+        name: short and unique within its experiment.
+        paper: such as "VeRA".
+        sentence: what it says.
+        where: the table, figure or section.
+        number: the paper's own.
+        test: a comparison, or several, of which all have to hold; None if there is none that this
+            repository can carry.
+        gate: what must be supported before the test means anything; several likewise.
+        reason: why there is no test.
+    """
+
+    name: str
+    paper: str
+    sentence: str
+    where: str
+    number: str
+    test: Comparison | Sequence[Comparison] | None = None
+    gate: Comparison | Sequence[Comparison] | None = None
+    reason: str = ""
+
+
+def judge(claim: Claim, table: pd.DataFrame) -> tuple[str, str, str]:
+    """The verdict on a claim: word, what was measured, and the reason.
+
+    Args:
+        claim: to judge.
+        table: of one experiment at one preset.
+    """
+    tests, gates = _several(claim.test), _several(claim.gate)
+    if not tests:
+        return NOT_JUDGED, "", claim.reason
+    by_set = any(test.mean_over == "set" for test in tests)
+    shut: list[str] = []
+    for gate in gates:
+        if by_set and not gate.mean_over and "set" not in gate.where:
+            open_sets = []
+            for name in unique(select(table, {"metric": gate.metric, "x": None}), "set"):
+                within = replace(gate, where={**gate.where, "set": name})
+                if reason := _shut(within, table):
+                    shut.append(f"{name}: {reason}")
+                else:
+                    open_sets.append(name)
+            table = select(table, {"set": open_sets})
+        elif reason := _shut(gate, table):
+            return NOT_JUDGED, "", f"the gate is shut: {reason}"
+    left_out = f"left out, since their gates are shut: {'; '.join(shut)}" if shut else ""
+    compared = [test.difference(table) for test in tests]
+    if not all(one.n for one in compared):
+        return NOT_JUDGED, "", left_out or "not measured"
+    words = [test.verdict(one) for test, one in zip(tests, compared, strict=True)]
+    measured = "; ".join(test.text(one) for test, one in zip(tests, compared, strict=True))
+    if REFUTED in words:
+        return REFUTED, measured, left_out
+    if UNDECIDED not in words:
+        return SUPPORTED, measured, left_out
+    needed = max(
+        seeds_needed(one, test.threshold)
+        for test, one, word in zip(tests, compared, words, strict=True)
+        if word == UNDECIDED
+    )
+    missing = (
+        "one seed has no interval"
+        if min(one.n for one in compared) < 2
+        else f"{needed} seeds would decide"
+        if needed <= MOST_SEEDS
+        else f"more than {MOST_SEEDS} seeds would be needed"
+    )
+    return UNDECIDED, measured, "; ".join(part for part in (missing, left_out) if part)
+
+
+def _several(comparisons: Comparison | Sequence[Comparison] | None) -> list[Comparison]:
+    if comparisons is None:
+        return []
+    return [comparisons] if isinstance(comparisons, Comparison) else list(comparisons)
+
+
+def _shut(gate: Comparison, table: pd.DataFrame) -> str:
+    """Why a gate is shut; "" if it is open."""
+    compared = gate.difference(table)
+    if gate.verdict(compared) == SUPPORTED:
+        return ""
+    b = "" if gate.b is None else f" − {_named(gate.b)}"
+    return f"{gate.metric} {_named(gate.a)}{b} = {gate.text(compared) or 'not measured'}"
+
+
+def _named(side: str | Where) -> str:
+    return side if isinstance(side, str) else " ".join(map(str, side.values()))
+
+
+def seeds_needed(compared: Difference, threshold: float = 0.0, power: float = 0.8) -> int:
+    """The least n at which the interval would exclude the threshold, if mean and spread stay.
+
+    With probability `power`: √n · |mean − threshold| / sd ≥ t(0.975) + t(power), each of n − 1
+    degrees of freedom; MOST_SEEDS + 1 if that is not reached.
+    """
+    distance = abs(compared.mean - threshold)
+    if compared.n < 2 or not distance:
+        return MOST_SEEDS + 1
+    for n in range(2, MOST_SEEDS + 1):
+        both = stats.t.ppf(0.975, n - 1) + stats.t.ppf(power, n - 1)
+        if math.sqrt(n) * distance >= both * compared.sd:
+            return n
+    return MOST_SEEDS + 1

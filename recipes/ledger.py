@@ -1,0 +1,165 @@
+"""The verdicts on all claims: results/claims.md, and the tables in README.md and the cards.
+
+python -m recipes claims
+"""
+
+import argparse
+import importlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.claims import NOT_JUDGED, REFUTED, SUPPORTED, UNDECIDED, Claim, judge
+from recipes.results import read
+from recipes.tables import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a table says about a claim.
+
+    Attributes:
+        claim: judged.
+        experiment: such as "vera.glue".
+        preset: on whose table; "" if there is none.
+        word: supported, refuted, undecided or not judged.
+        measured: differences, intervals and n.
+        reason: why it is not judged, or how many seeds would decide.
+        source: what made the table: command, device, date, commit.
+    """
+
+    claim: Claim
+    experiment: str
+    preset: str
+    word: str
+    measured: str = ""
+    reason: str = ""
+    source: str = ""
+
+
+def claims(root: Path = ROOT) -> Iterator[tuple[str, Claim]]:
+    """Every experiment's name with each of its claims: the modules that have a CLAIMS."""
+    for file in sorted((root / "recipes").glob("*/*.py")):
+        if re.search(r"^CLAIMS\b", file.read_text(encoding="utf-8"), re.MULTILINE):
+            name = f"{file.parent.name}.{file.stem}"
+            for claim in importlib.import_module(f"recipes.{name}").CLAIMS:
+                yield name, claim
+
+
+def judge_all(root: Path = ROOT) -> list[Verdict]:
+    """A verdict for each claim and each preset with a table under results/, tiny left out."""
+    tables = [
+        (part, _source(file.parent))
+        for file in sorted((root / "results").rglob("results.csv"))
+        for _, part in read(file).groupby(["experiment", "preset"], sort=False)
+    ]
+    verdicts = []
+    for experiment, claim in claims(root):
+        judged = [
+            Verdict(claim, experiment, part["preset"].iloc[0], *judge(claim, part), source)
+            for part, source in tables
+            if part["experiment"].iloc[0] == experiment and part["preset"].iloc[0] != "tiny"
+        ]
+        reason = claim.reason or "no run of it stands in results/"
+        verdicts += judged or [Verdict(claim, experiment, "", NOT_JUDGED, reason=reason)]
+    return verdicts
+
+
+def _source(folder: Path) -> str:
+    """The line of provenance in the report beside a table."""
+    report = folder / "report.md"
+    lines = report.read_text(encoding="utf-8").splitlines() if report.is_file() else []
+    return next((line for line in lines if re.match(r"`.*` · \d+ seeds? · ", line)), "")
+
+
+def overview(verdicts: Sequence[Verdict]) -> str:
+    """The table of README and cards: claim, paper's number, ours, verdict."""
+    rows = []
+    for one in verdicts:
+        claim = one.claim
+        command = f"`python -m recipes.{one.experiment}" + (
+            f" --preset {one.preset}`" if one.preset else "`"
+        )
+        rows.append(
+            [
+                f"{claim.paper}, {claim.where}: {claim.sentence}",
+                claim.number,
+                one.measured,
+                f"**{one.word}**" + (f": {one.reason}" if one.reason else ""),
+                command,
+            ]
+        )
+    header = ["claim", "paper", "ours, with 95 % interval", "verdict", "command"]
+    return Table(header, [[cell.replace("|", "\\|") for cell in row] for row in rows]).markdown()
+
+
+def ledger(verdicts: Sequence[Verdict]) -> str:
+    """results/claims.md."""
+    count = {
+        word: sum(one.word == word for one in verdicts)
+        for word in (SUPPORTED, REFUTED, UNDECIDED, NOT_JUDGED)
+    }
+    text = [
+        "# Claims and verdicts",
+        "Written by `python -m recipes claims` from every results.csv in this folder; a test fails "
+        "where they disagree. Differences are paired by seed, with the 95 % interval of Student's "
+        "t. A claim is supported if the interval lies above its threshold (0 unless it is given), "
+        "refuted if it lies below, undecided if it holds it (with how many seeds it would take at "
+        "80 % power, if mean and spread stay), and not judged if the gate is shut, which is what "
+        "must hold for models of this size to have anything to say.",
+        ", ".join(f"{number} {word}" for word, number in count.items()) + ".",
+    ]
+    for experiment in dict.fromkeys(one.experiment for one in verdicts):
+        part = [one for one in verdicts if one.experiment == experiment]
+        sources = dict.fromkeys(f"- {one.preset}: {one.source}" for one in part if one.source)
+        text += [f"## {part[0].claim.paper}: {experiment}", "\n".join(sources), overview(part)]
+    return "\n\n".join(one for one in text if one) + "\n"
+
+
+MARKED = re.compile(r"(<!-- claims:([\w.]+) -->\n).*?(<!-- /claims -->)", re.DOTALL)
+
+
+def pages(root: Path = ROOT) -> dict[Path, str]:
+    """What results/claims.md, README.md and the cards have to say.
+
+    A page's table stands between `<!-- claims:NAME -->` and `<!-- /claims -->`, NAME being a
+    method's folder, an experiment, or "all".
+
+    Raises:
+        ValueError: if a page asks for the claims of a name that has none.
+    """
+    verdicts = judge_all(root)
+
+    def fill(match: re.Match[str]) -> str:
+        name = match[2]
+        part = [
+            one
+            for one in verdicts
+            if name in ("all", one.experiment, one.experiment.partition(".")[0])
+        ]
+        if not part:
+            raise ValueError(f"no claims are named {name!r}: expected a method or an experiment")
+        return f"{match[1]}{overview(part)}\n{match[3]}"
+
+    texts = {root / "results" / "claims.md": ledger(verdicts)}
+    for page in [root / "README.md", *sorted((root / "recipes").glob("*/README.md"))]:
+        if page.is_file():
+            texts[page] = MARKED.sub(fill, page.read_text(encoding="utf-8"))
+    return texts
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the pages, and say how many verdicts there are."""
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes claims",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.parse_args(argv)
+    for page, text in pages().items():
+        if not page.is_file() or page.read_text(encoding="utf-8") != text:
+            page.write_text(text, encoding="utf-8")
+            print(f"wrote {page}")

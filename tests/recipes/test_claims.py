@@ -1,0 +1,218 @@
+"""Claims, their verdicts, and the pages that carry them."""
+
+import math
+import sys
+import types
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from recipes import ledger
+from recipes.claims import (
+    NOT_JUDGED,
+    REFUTED,
+    SUPPORTED,
+    UNDECIDED,
+    Claim,
+    Comparison,
+    judge,
+    seeds_needed,
+)
+from recipes.results import Difference, Row, tidy, write
+
+
+def table(preset: str = "small", experiment: str = "m.e", **rows: list[float]) -> pd.DataFrame:
+    """Accuracies by seed of each row; `RTE_vera` is row vera of the set RTE."""
+    lines = []
+    for name, values in rows.items():
+        group, _, row = name.rpartition("_")
+        for seed, value in enumerate(values):
+            lines.append(tidy([Row(row, "accuracy", value, group)], experiment, preset, seed))
+    return pd.concat(lines, ignore_index=True)
+
+
+def claim(test, gate=None, **settings) -> Claim:
+    return Claim("c", "Paper", "A beats B.", "Table 1", "2 points", test, gate, **settings)
+
+
+A_B = Comparison("accuracy", "a", "b", scale=100, digits=1)
+
+
+class TestVerdict:
+    def test_the_interval_decides(self):
+        above = table(a=[0.52, 0.53, 0.54], b=[0.5, 0.51, 0.52])
+        assert judge(claim(A_B), above) == (SUPPORTED, "+2.0 [+2.0, +2.0], n = 3", "")
+        below = table(a=[0.5, 0.51, 0.5], b=[0.52, 0.53, 0.525])
+        assert judge(claim(A_B), below)[0] == REFUTED
+        both = table(a=[0.52, 0.50, 0.53], b=[0.5, 0.51, 0.52])
+        assert judge(claim(A_B), both)[0] == UNDECIDED
+
+    def test_pairs_count_and_not_the_spread_of_seeds(self):
+        rows = table(a=[0.21, 0.512, 0.811, 0.91], b=[0.2, 0.5, 0.8, 0.9])
+        assert judge(claim(A_B), rows)[0] == SUPPORTED
+
+    def test_a_threshold_is_what_the_difference_must_exceed(self):
+        rows = table(a=[0.495, 0.496, 0.494], b=[0.5, 0.5, 0.5])
+        loses = Comparison("accuracy", "a", "b", threshold=-0.01, scale=100, digits=1)
+        word, measured, _ = judge(claim(loses), rows)
+        assert word == SUPPORTED and "(> -1.0?)" in measured
+        assert judge(claim(A_B), rows)[0] == REFUTED
+
+    def test_one_seed_decides_nothing(self):
+        rows = table(a=[0.9], b=[0.1])
+        word, measured, reason = judge(claim(A_B), rows)
+        assert (word, measured, reason) == (UNDECIDED, "+80.0, n = 1", "one seed has no interval")
+
+    def test_exact_values_need_no_interval(self):
+        exact = Comparison("accuracy", "a", "b", exact=True)
+        assert judge(claim(exact), table(a=[0.9], b=[0.1]))[0] == SUPPORTED
+        assert judge(claim(exact), table(a=[0.1], b=[0.1]))[0] == REFUTED
+
+    def test_one_side_alone_is_compared_with_the_threshold(self):
+        alone = Comparison("accuracy", "a", threshold=0.6)
+        assert judge(claim(alone), table(a=[0.7, 0.71, 0.69]))[0] == SUPPORTED
+        assert judge(claim(alone), table(a=[0.5, 0.51, 0.49]))[0] == REFUTED
+
+    def test_several_comparisons_all_have_to_hold(self):
+        rows = table(
+            a=[0.5, 0.51, 0.52], b=[0.4, 0.41, 0.43], c=[0.6, 0.62, 0.61], d=[0.3, 0.7, 0.5]
+        )
+        over_c, over_d = (Comparison("accuracy", "a", other) for other in ("c", "d"))
+        assert judge(claim([A_B, A_B]), rows)[0] == SUPPORTED
+        assert judge(claim([A_B, over_d]), rows)[0] == UNDECIDED
+        assert judge(claim([A_B, over_d, over_c]), rows)[0] == REFUTED
+
+    def test_what_was_not_measured_is_not_judged(self):
+        assert judge(claim(A_B), table(a=[0.5, 0.6])) == (NOT_JUDGED, "", "not measured")
+        without = claim(None, reason="needs ImageNet-21K")
+        assert judge(without, table(a=[0.5])) == (NOT_JUDGED, "", "needs ImageNet-21K")
+
+
+class TestGate:
+    rows = table(
+        a=[0.52, 0.53, 0.54], b=[0.5, 0.51, 0.52], xl=[0.6, 0.61, 0.6], s=[0.5, 0.52, 0.51]
+    )
+
+    def test_open_and_shut(self):
+        xl_s = Comparison("accuracy", "xl", "s")
+        s_xl = Comparison("accuracy", "s", "xl")
+        assert judge(claim(A_B, xl_s), self.rows)[0] == SUPPORTED
+        word, measured, reason = judge(claim(A_B, s_xl), self.rows)
+        assert word == NOT_JUDGED and measured == ""
+        assert reason.startswith("the gate is shut: accuracy s − xl = -0.09 [")
+        assert judge(claim(A_B, [xl_s, s_xl]), self.rows)[0] == NOT_JUDGED
+
+    def test_undecided_or_unmeasured_is_shut(self):
+        few = table(a=[0.52], b=[0.5], xl=[0.9], s=[0.1])
+        assert judge(claim(A_B, Comparison("accuracy", "xl", "s")), few)[0] == NOT_JUDGED
+        reason = judge(claim(A_B, Comparison("accuracy", "xl", "t")), self.rows)[2]
+        assert reason == "the gate is shut: accuracy xl − t = not measured"
+
+    def test_a_mean_is_over_the_sets_that_the_gate_lets_through(self):
+        rows = table(
+            RTE_vera=[0.7, 0.72, 0.71], RTE_lora=[0.6, 0.61, 0.62],
+            RTE_full=[0.8, 0.81, 0.8], RTE_majority=[0.5, 0.5, 0.5],
+            CoLA_vera=[0.0, 0.0, 0.0], CoLA_lora=[0.9, 0.9, 0.9],
+            CoLA_full=[0.5, 0.49, 0.5], CoLA_majority=[0.5, 0.5, 0.5],
+        )  # fmt: skip
+        test = Comparison("accuracy", "vera", "lora", mean_over="set")
+        gate = Comparison("accuracy", "full", "majority", threshold=0.01)
+        assert judge(claim(test), rows)[0] == REFUTED
+        word, measured, reason = judge(claim(test, gate), rows)
+        assert word == SUPPORTED and measured.startswith("+0.10 [")
+        assert reason.startswith("left out, since their gates are shut: CoLA: accuracy full − maj")
+        shut = rows[rows["set"] == "CoLA"]
+        assert judge(claim(test, gate), shut)[0] == NOT_JUDGED
+
+
+class TestSeedsNeeded:
+    def test_agrees_with_the_power_of_the_paired_test(self):
+        """Simulated: at that n about 80 % of experiments decide, at half of it clearly fewer."""
+        compared = Difference(mean=1.0, low=-1, high=3, sd=1.25, n=4)
+        n = seeds_needed(compared)
+        assert n == 15  # normal approximation: (1.96 + 0.84)² · 1.25² ≈ 12.3, and t is wider
+        draws = np.random.default_rng(0).normal(1.0, 1.25, (4000, n))
+        for count, least, most in ((n, 0.77, 0.87), (n // 2, 0.0, 0.6)):
+            part = draws[:, :count]
+            half = stats.t.ppf(0.975, count - 1) * part.std(1, ddof=1) / math.sqrt(count)
+            assert least < np.mean(part.mean(1) - half > 0) < most
+
+    def test_says_so_in_the_verdict(self):
+        rows = table(a=[0.52, 0.50, 0.53], b=[0.5, 0.51, 0.52])
+        word, _, reason = judge(claim(A_B), rows)
+        compared = A_B.difference(rows)
+        assert word == UNDECIDED and reason == f"{seeds_needed(compared)} seeds would decide"
+
+    def test_no_difference_needs_no_end_of_seeds(self):
+        rows = table(a=[0.4, 0.6], b=[0.5, 0.5])
+        assert judge(claim(A_B), rows)[2] == "more than 1000 seeds would be needed"
+
+
+class TestPages:
+    @pytest.fixture
+    def root(self, tmp_path, monkeypatch):
+        """A repository with one experiment, its results and two pages."""
+        module = types.ModuleType("recipes.m.e")
+        module.CLAIMS = [claim(A_B), claim(None, reason="needs a cluster")]
+        monkeypatch.setitem(sys.modules, "recipes.m.e", module)
+        folder = tmp_path / "recipes" / "m"
+        folder.mkdir(parents=True)
+        (folder / "e.py").write_text("CLAIMS = [...]\n")
+        (folder / "other.py").write_text("# no CLAIMS here\n")
+        marks = "before\n<!-- claims:{} -->\nold\n<!-- /claims -->\nafter\n"
+        (folder / "README.md").write_text(marks.format("m"))
+        (tmp_path / "README.md").write_text(marks.format("all"))
+        return tmp_path
+
+    def results(self, root, **rows):
+        folder = root / "results" / "m" / "e"
+        write(folder / "results.csv", table(**rows))
+        (folder / "report.md").write_text(
+            "# E\n\n`python -m recipes.m.e --preset small` · 3 seeds · CPU · commit 1a2b3c4\n"
+        )
+
+    def test_every_claim_has_a_line_in_ledger_readme_and_card(self, root):
+        self.results(root, a=[0.52, 0.53, 0.54], b=[0.5, 0.51, 0.52])
+        pages = ledger.pages(root)
+        written = pages[root / "results" / "claims.md"]
+        assert "1 supported, 0 refuted, 0 undecided, 1 not judged." in written
+        assert "commit 1a2b3c4" in written and "**not judged**: needs a cluster" in written
+        for page in (root / "README.md", root / "recipes" / "m" / "README.md"):
+            text = pages[page]
+            assert text.startswith("before\n<!-- claims:") and text.endswith("-->\nafter\n")
+            assert "| +2.0 [+2.0, +2.0], n = 3 | **supported** |" in text and "old" not in text
+            assert "`python -m recipes.m.e --preset small`" in text
+
+    def test_a_changed_number_changes_the_pages(self, root):
+        self.results(root, a=[0.52, 0.53, 0.54], b=[0.5, 0.51, 0.52])
+        before = ledger.pages(root)
+        self.results(root, a=[0.48, 0.49, 0.5], b=[0.5, 0.51, 0.52])
+        after = ledger.pages(root)
+        assert all(before[page] != after[page] for page in before)
+        assert "**refuted**" in after[root / "README.md"]
+
+    def test_without_results_or_with_tiny_ones_nothing_is_judged(self, root):
+        words = {one.word for one in ledger.judge_all(root)}
+        self.results(root, preset="tiny", a=[0.52, 0.53, 0.54], b=[0.5, 0.51, 0.52])
+        assert words | {one.word for one in ledger.judge_all(root)} == {NOT_JUDGED}
+        assert "no run of it" in ledger.judge_all(root)[0].reason
+
+    def test_a_page_that_asks_for_no_one_s_claims_is_refused(self, root):
+        (root / "README.md").write_text("<!-- claims:nobody -->\n<!-- /claims -->\n")
+        with pytest.raises(ValueError, match="no claims are named 'nobody'"):
+            ledger.pages(root)
+
+
+def test_this_repository_s_pages_agree_with_its_results():
+    """`python -m recipes claims` has been run since results or claims were changed."""
+    for page, text in ledger.pages().items():
+        assert page.is_file() and page.read_text(encoding="utf-8") == text, (
+            f"{page} differs from results/**/results.csv: run python -m recipes claims"
+        )
+
+
+def test_names_of_claims_are_unique():
+    names = [(experiment, one.name) for experiment, one in ledger.claims()]
+    assert len(names) == len(set(names))
