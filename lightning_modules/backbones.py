@@ -1,6 +1,7 @@
 """Backbones by name, and their sharding over devices."""
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -132,3 +133,19 @@ def feature_vector(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
         (B, D).
     """
     return model.forward_head(model.forward_features(images), pre_logits=True)  # type: ignore
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """The model's output for a batch: a tensor, a tuple, or a dict of keyword arguments."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, list | tuple) else model(batch)
+
+
+def to_device(batch: Any, device: torch.device | str) -> Any:
+    """The batch with its tensors on a device."""
+    if isinstance(batch, Mapping):
+        return {name: to_device(value, device) for name, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [to_device(value, device) for value in batch]
+    return batch.to(device) if isinstance(batch, torch.Tensor) else batch

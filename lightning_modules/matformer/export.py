@@ -64,9 +64,10 @@ def save(
     nesting = nesting_of(model)
     chosen = nesting.resolve(granularity)
     small = extract(model, chosen)
+    ((part, fractions),) = nesting.axes.items()
     arguments = dict(model_args)
-    if len(set(chosen)) == 1 and nesting.part == "ffn":
-        arguments["mlp_ratio"] = model_args.get("mlp_ratio", 4.0) * nesting.fractions[chosen[0]]
+    if len(set(chosen)) == 1 and part == "ffn":
+        arguments["mlp_ratio"] = model_args.get("mlp_ratio", 4.0) * fractions[chosen[0]]
     fitting = [
         given
         for given in (model_args, arguments)
@@ -76,7 +77,7 @@ def save(
         "format": FORMAT,
         "architecture": architecture,
         "model_args": fitting[0] if fitting else model_args,
-        "part": nesting.part,
+        "part": part,
         "granularity": nesting.label(chosen),
         "widths": {
             layer.name: layer.widths[index]

@@ -6,76 +6,82 @@ with depth, and change as little as they can.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Literal, get_args
 
+Costs = Sequence[Sequence[float]]  # of each layer at each granularity, smallest first
 Order = Literal["increase", "decrease", "increase-decrease", "decrease-increase"]
 
 
-def check_budget(layers: int, widths: Sequence[int], budget: int) -> None:
+def check_budget(costs: Costs, budget: float) -> None:
     """Refuse a budget that no submodel fits.
 
     Args:
-        layers: Number of layers.
-        widths: Cost of one layer at each granularity, smallest first.
-        budget: Cost allowed for all layers together, in the unit of ``widths``.
+        costs: ``costs[layer][granularity]``, smallest granularity first.
+        budget: Cost allowed for all layers together, in the same unit.
 
     Raises:
-        ValueError: If there is no layer, ``widths`` does not strictly increase, or the smallest
-            submodel exceeds the budget.
+        ValueError: If there is no layer, the layers do not have equally many granularities, or the
+            smallest submodel exceeds the budget.
     """
-    if layers < 1:
-        raise ValueError(f"layers is {layers}; a model to choose from has at least 1.")
-    if not widths or any(narrow >= wide for narrow, wide in pairwise(widths)):
+    if not costs:
+        raise ValueError("costs is empty; a model to choose from has at least 1 layer.")
+    if not all(len(layer) == len(costs[0]) > 0 for layer in costs):
         raise ValueError(
-            f"widths is {list(widths)}; give the cost of one layer at each granularity, "
-            "strictly increasing."
+            f"costs has {[len(layer) for layer in costs]} entries in its layers; give each layer "
+            "one for each granularity."
         )
-    if budget < layers * widths[0]:
+    smallest = sum(layer[0] for layer in costs)
+    if budget < smallest:
         raise ValueError(
-            f"budget is {budget}, but the smallest submodel costs {layers * widths[0]} "
-            f"({layers} layers of {widths[0]}); raise the budget to at least that."
+            f"budget is {budget}, but the smallest submodel costs {smallest}; raise the budget to "
+            "at least that."
         )
 
 
-def mix_and_match(layers: int, widths: Sequence[int], budget: int) -> list[int]:
+def mix_and_match(costs: Costs, budget: float) -> list[int]:
     """Choose the granularity of each layer for a budget.
 
-    With n layers of cost w_0 < … < w_{g-1}: take the largest i whose uniform submodel fits,
-    n·w_i ≤ budget, then raise the last
+    Of all configurations of least slope, which take one step between neighbouring granularities,
 
-        k = ⌊(budget - n·w_i) / (w_{i+1} - w_i)⌋
+        i, …, i, i+1, …, i+1        (the last k layers one larger)
 
-    layers to i+1. This is the least slope: one step between neighbouring granularities. No other
-    such configuration that fits costs more. Section 3.3 and appendix D.1; Table 5's rows of 16
-    layers follow.
+    the one that costs most within the budget. Section 3.3 and appendix D.1; Table 5's rows of 16
+    layers follow. Where layers differ (Swin's stages), each counts with its own cost.
 
     Args:
-        layers: Number of layers, n.
-        widths: Cost of one layer at each granularity, smallest first, in any unit: hidden
-            neurons, parameters, multiply-accumulates.
+        costs: ``costs[layer][granularity]``, smallest granularity first, in any unit: parameters,
+            multiply-adds, measured milliseconds (costs.py).
         budget: Cost allowed for all layers together, in the same unit. More than the largest
             submodel costs gives the largest.
 
     Returns:
-        The index into ``widths`` for each layer, first layer first, never decreasing.
+        The granularity index of each layer, first layer first, never decreasing.
 
     Raises:
-        ValueError: If there is no layer, ``widths`` does not strictly increase, or the smallest
-            submodel exceeds the budget.
+        ValueError: If there is no layer, the layers do not have equally many granularities, or the
+            smallest submodel exceeds the budget.
     """
-    check_budget(layers, widths, budget)
-    base = max(i for i, width in enumerate(widths) if layers * width <= budget)
-    if base == len(widths) - 1:
-        return [base] * layers
-    raised = (budget - layers * widths[base]) // (widths[base + 1] - widths[base])
-    return [base] * (layers - raised) + [base + 1] * raised
+    check_budget(costs, budget)
+    layers, granularities = len(costs), len(costs[0])
+    ladder = [
+        [low] * (layers - raised) + [low + 1] * raised
+        for low in range(granularities - 1)
+        for raised in range(layers)
+    ]
+    ladder.append([granularities - 1] * layers)
+
+    def cost(configuration: Sequence[int]) -> float:
+        return sum(layer[index] for layer, index in zip(costs, configuration, strict=True))
+
+    # measured costs need not rise with size; of equally dear ones the larger is taken
+    affordable = [(cost(c), place, c) for place, c in enumerate(ladder) if cost(c) <= budget]
+    return max(affordable)[2]
 
 
 def arrange(configuration: Sequence[int], order: Order) -> list[int]:
     """Put the granularities of a configuration in another order over depth.
 
-    The rivals that appendix D.1 compares with the increasing order: where layers cost the same,
+    The baselines that appendix D.1 compares with the increasing order: where layers cost the same,
     each order costs the same, so that only the order is compared.
 
     Args:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from lightning_modules.backbones import build_vision, shard
 from lightning_modules.matformer.consistency import SubmodelMetrics, classification_loss
 from lightning_modules.matformer.idle_tail import freeze_idle_tail
-from lightning_modules.matformer.nest import nest, nesting_of, set_granularity
+from lightning_modules.matformer.joint import joint_losses
+from lightning_modules.matformer.nest import granularity, nest, nesting_of, set_granularity
 from lightning_modules.optim import (
     build_optimizer,
     parameter_groups,
@@ -24,8 +25,8 @@ class MatViT(L.LightningModule):
     """A nested image classifier; with `fractions: null`, the plain model it is compared with.
 
     One step optimises L(M_i(x), y) for the granularity i that is set (MatFormer, arXiv
-    2310.07707, Eq. 2). The callback GranularitySampling sets it; without that callback and without
-    `joint`, the largest is trained.
+    2310.07707, Eq. 2). The callback GranularitySampling sets it: it comes with the module, and one
+    in trainer.callbacks, with other probabilities for example, takes its place.
 
     Args:
         num_classes: outputs of the head.
@@ -35,7 +36,7 @@ class MatViT(L.LightningModule):
         init_from: start from the weights of a checkpoint, state_dict or safetensors file.
         fractions: share of the hidden neurons (or heads) at each granularity; null for none.
         part: what is nested, "ffn" or "heads".
-        joint: null trains the granularity that is set. "mean" or "sum" puts every batch through
+        joint: null trains the granularity that is drawn. "mean" or "sum" puts every batch through
             all granularities and takes the mean or sum of their losses.
         split_batch: with `joint`, cut the batch into one piece for each granularity instead of
             giving all of it to each (DynaBERT's training as Appendix B.4 describes it).
@@ -54,6 +55,11 @@ class MatViT(L.LightningModule):
         decay_vectors: decay biases and norms too.
         warmup_steps: optimizer steps.
         schedule: "cosine", "linear", "constant_with_warmup", …
+        granularity: what predicts: a name, or one index per layer; null for the largest. Like
+            pretrained not part of the checkpoint; also an attribute that may be set.
+
+    Raises:
+        ValueError: for `joint` without fractions, or `split_batch` without `joint`.
     """
 
     def __init__(
@@ -79,6 +85,7 @@ class MatViT(L.LightningModule):
         decay_vectors: bool = False,
         warmup_steps: int = 0,
         schedule: str = "cosine",
+        granularity: list[int] | str | None = None,
     ):
         super().__init__()
         if split_batch and joint is None:
@@ -86,8 +93,9 @@ class MatViT(L.LightningModule):
         if joint is not None and fractions is None:
             raise ValueError(f"joint: {joint} needs fractions; a plain model has one granularity")
         # where a run began is not what it is: loading it again must not download or need old files
-        self.save_hyperparameters(ignore=["init_from", "pretrained"])
+        self.save_hyperparameters(ignore=["init_from", "pretrained", "granularity"])
         self.init_from, self.pretrained = init_from, pretrained
+        self.granularity = granularity
         self.model: nn.Module | None = None
         self.metrics: SubmodelMetrics | None = None
 
@@ -154,11 +162,12 @@ class MatViT(L.LightningModule):
             pieces = list(zip(images.tensor_split(count), targets.tensor_split(count), strict=True))
         else:
             pieces = [(images, targets)] * count
-        losses = []
-        for granularity, (x, y) in enumerate(pieces):
-            set_granularity(self.model, granularity)
-            losses.append(classification_loss(self(x), y, self.settings.loss))
-        total = torch.stack(losses).sum()
+
+        def loss_of(index: int) -> Tensor:
+            x, y = pieces[index]
+            return classification_loss(self(x), y, self.settings.loss)
+
+        total = torch.stack(joint_losses(self.model, loss_of)).sum()
         return total / count if self.settings.joint == "mean" else total
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
@@ -173,9 +182,9 @@ class MatViT(L.LightningModule):
         assert self.model is not None and self.metrics is not None
         images, targets = batch
         reference = None
-        for label, granularity in self.submodels.items():
-            if granularity is not None:
-                set_granularity(self.model, granularity)
+        for label, chosen in self.submodels.items():
+            if chosen is not None:
+                set_granularity(self.model, chosen)
             logits = self(images)
             reference = logits if reference is None else reference
             self.metrics.update(label, logits, targets, reference)
@@ -202,8 +211,30 @@ class MatViT(L.LightningModule):
         self.metrics.reset()
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Logits (B, num_classes) of the largest granularity."""
-        return self(batch[0])
+        """Logits (B, num_classes) of `granularity`."""
+        if self.settings.fractions is None:
+            return self(batch[0])
+        assert self.model is not None
+        chosen = len(self.settings.fractions) - 1 if self.granularity is None else self.granularity
+        with granularity(self.model, chosen):
+            return self(batch[0])
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        """The sampler of granularities, unless trainer.callbacks has one.
+
+        Raises:
+            ValueError: if there is one beside `joint`, which trains all granularities in each step.
+        """
+        from callbacks.granularity import GranularitySampling
+
+        given = any(isinstance(c, GranularitySampling) for c in self.trainer.callbacks)  # type: ignore[attr-defined]
+        if given and self.settings.joint is not None:
+            raise ValueError(
+                f"joint: {self.settings.joint} trains all granularities in each step: leave "
+                "GranularitySampling out of trainer.callbacks"
+            )
+        sampled = self.settings.fractions is not None and self.settings.joint is None
+        return [GranularitySampling()] if sampled and not given else []
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer over everything, with its schedule and the policy for idle slices."""
@@ -211,7 +242,7 @@ class MatViT(L.LightningModule):
         h = self.settings
         groups = parameter_groups(self.model, h.weight_decay, h.decay_vectors)
         optimizer = build_optimizer(h.optimizer, groups, h.lr, tuple(h.betas), h.momentum)
-        if h.fractions is not None and h.idle_tail == "frozen":
+        if h.fractions is not None and h.joint is None and h.idle_tail == "frozen":
             freeze_idle_tail(optimizer, self.model)
         total = training_steps(self.trainer)
         return with_schedule(optimizer, h.schedule, h.warmup_steps, total)

@@ -1,4 +1,4 @@
-"""Nested feed-forward networks and attention heads: one model that holds many smaller ones.
+"""Nested feed-forward networks, attention heads and depth: one model that holds many smaller ones.
 
 MatFormer (arXiv 2310.07707), Section 3.1. The hidden neurons of every feed-forward network are
 ordered, and granularity i uses the first m_i of them:
@@ -8,158 +8,156 @@ ordered, and granularity i uses the first m_i of them:
 Appendix F.2 nests attention in the same way: the first heads instead of the first neurons. A
 smaller granularity reads a slice of the weights, so it does fewer operations; nothing is masked.
 Parameter names do not change: the state_dict of a nested model is the original model's.
+
+Where keys and values are shared by groups of heads, whole groups are dropped, so that a smaller
+granularity also has a smaller cache; where all heads share them, query heads are. Depth, which the
+paper does not nest, drops whole blocks, evenly and never the first or the last.
 """
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal
 
-import torch
-from timm.layers import Attention, GluMlp, Mlp, SwiGLU
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
+
+from lightning_modules.layout_table import BLOCKS, class_path
+from lightning_modules.layouts import FeedForward, Layer, attentions, feed_forwards
+from lightning_modules.matformer.nested_layers import Nested, refuse_unknown, slice_layer
 
 GRANULARITIES = ("S", "M", "L", "XL")
-Granularity = str | int | Sequence[int]
-
-
-class NestedLinear(nn.Linear):
-    """A linear layer that uses only its first input or output features.
-
-    The output of a fused projection consists of `parts` blocks of equal size, [gate | up] or
-    [q | k | v]; each keeps its own first features. `rows` (of one part) and `columns` say how
-    many are in use.
-    """
-
-    def __init__(self, linear: nn.Linear, parts: int = 1):
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
-        self.parts = parts
-        self.rows = linear.out_features // parts
-        self.columns = linear.in_features
-
-    def in_use(self) -> tuple[Tensor, Tensor | None]:
-        """The weight (parts·rows, columns) and bias (parts·rows,) of the current granularity."""
-        weight, bias = self.weight, self.bias
-        if self.rows * self.parts < self.out_features:
-            weight = weight.unflatten(0, (self.parts, -1))[:, : self.rows].flatten(0, 1)
-            if bias is not None:
-                bias = bias.unflatten(0, (self.parts, -1))[:, : self.rows].flatten()
-        return weight[:, : self.columns], bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, *self.in_use())
-
-    def plain(self) -> nn.Linear:
-        """An independent nn.Linear with a copy of the weights in use."""
-        weight, bias = self.in_use()
-        linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
-        linear.weight = nn.Parameter(weight.detach().clone(), self.weight.requires_grad)
-        if bias is not None:
-            linear.bias = nn.Parameter(bias.detach().clone(), self.bias.requires_grad)
-        return linear
-
-
-class NestedLayerNorm(nn.LayerNorm):
-    """Layer normalisation over the hidden neurons in use, the first `rows`."""
-
-    def __init__(self, norm: nn.LayerNorm):
-        nn.Module.__init__(self)
-        self.normalized_shape, self.eps = norm.normalized_shape, norm.eps
-        self.elementwise_affine = norm.elementwise_affine
-        self.weight, self.bias = norm.weight, norm.bias
-        self.parts = 1
-        self.rows = norm.normalized_shape[0]
-
-    def in_use(self) -> tuple[Tensor | None, Tensor | None]:
-        """The weight and bias (rows,) of the current granularity."""
-        return (
-            self.weight[: self.rows] if self.weight is not None else None,
-            self.bias[: self.rows] if self.bias is not None else None,
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, (self.rows,), *self.in_use(), self.eps)
-
-    def plain(self) -> nn.LayerNorm:
-        """An independent nn.LayerNorm with a copy of the weights in use."""
-        weight, bias = self.in_use()
-        norm = nn.LayerNorm(
-            self.rows, self.eps, weight is not None, bias is not None, device="meta"
-        )
-        if weight is not None:
-            norm.weight = nn.Parameter(weight.detach().clone(), self.weight.requires_grad)
-        if bias is not None:
-            norm.bias = nn.Parameter(bias.detach().clone(), self.bias.requires_grad)
-        return norm
+AXES = ("ffn", "heads", "depth")
+Granularity = str | int | Sequence[int] | Mapping[str, "str | int | Sequence[int]"]
 
 
 @dataclass
 class NestedLayer:
-    """One feed-forward network or attention whose width varies.
+    """One feed-forward network, attention or stack of blocks whose size varies.
 
     Attributes:
         name: path of the module in the model, such as "blocks.3.mlp".
-        module: the module whose children are sliced.
-        widths: hidden neurons or heads at each granularity, increasing.
-        unit: features that one of them stands for: 1, or the size of a head.
-        expanding: children whose output is the hidden state.
-        reducing: children whose input is the hidden state.
+        axis: "ffn", "heads" or "depth".
+        module: the module whose children are sliced; the list that holds the blocks.
+        widths: neurons, heads (groups of them where keys are shared) or blocks at each
+            granularity, increasing.
+        layer: how its weights lie; None for depth.
+        kept: for depth, the blocks of each granularity.
+        granularity: the one that is set.
     """
 
     name: str
+    axis: str
     module: nn.Module
     widths: tuple[int, ...]
-    unit: int
-    expanding: tuple[str, ...]
-    reducing: tuple[str, ...]
+    layer: Layer | None = None
+    kept: tuple[tuple[int, ...], ...] = ()
     granularity: int = -1
+    originals: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def units(self) -> int:
+        """Neurons, heads or blocks in use."""
+        return self.widths[self.granularity]
 
     def select(self, granularity: int) -> None:
-        """Use the first widths[granularity] neurons or heads from now on."""
+        """Use the first widths[granularity] units from now on."""
         self.granularity = granularity
-        features = self.widths[granularity] * self.unit
-        for name, child in self.slices().items():
-            if name in self.reducing:
-                child.columns = features
-            else:
-                child.rows = features
-        if isinstance(self.module, Attention):
-            self.module.num_heads = self.widths[granularity]
-            self.module.attn_dim = features
+        if self.layer is None:
+            for index, block in enumerate(self.module.children()):
+                vars(block)["forward"].skipped = index not in self.kept[granularity]
+            return
+        for child in self.slices().values():
+            child.select(self.units)
+        full = self.units == self.widths[-1]
+        off = self.layer.layout.switch_off if isinstance(self.layer, FeedForward) else ()
+        changed = self.layer.attributes(self.units) | ({} if full else dict.fromkeys(off, 0))
+        set_attributes(self.module, self.originals | changed)
 
-    def slices(self) -> dict[str, Any]:
-        """The children that are sliced (once `nest` is done), by name."""
-        return {name: getattr(self.module, name) for name in (*self.expanding, *self.reducing)}
+    def slices(self) -> dict[str, Nested]:
+        """The children that are sliced (once `nest` is done), by path."""
+        if self.layer is None:
+            return {}
+        return {cut.path: self.module.get_submodule(cut.path) for cut in self.layer.cuts}  # type: ignore[misc]
+
+    def begin(self) -> None:
+        """Make the children sliced and set the largest granularity."""
+        if self.layer is None:
+            for block in self.module.children():
+                block.forward = Skip(block)
+        else:
+            names = self.layer.attributes(self.layer.units)
+            if isinstance(self.layer, FeedForward):
+                names |= dict.fromkeys(self.layer.layout.switch_off, 0)
+            self.originals = {name: attrgetter(name)(self.module) for name in names}
+            for cut in self.layer.cuts:
+                slice_layer(self.module.get_submodule(cut.path), cut)
+        self.select(len(self.widths) - 1)
+
+
+class Skip:
+    """The forward of a residual block that may be skipped: then it returns what it is given."""
+
+    def __init__(self, block: nn.Module):
+        self.block = block
+        self.skipped = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.skipped:
+            return args[0] if args else kwargs["hidden_states"]
+        return type(self.block).forward(self.block, *args, **kwargs)
 
 
 @dataclass
 class Nesting:
-    """What `nest` did to a model; kept as `model.nesting`."""
+    """What `nest` did to a model; kept as `model.nesting`.
 
-    part: str
-    fractions: tuple[float, ...]
+    Attributes:
+        axes: fractions at each granularity, by "ffn", "heads", "depth".
+        layers: what varies, in the model's order.
+    """
+
+    axes: dict[str, tuple[float, ...]]
     layers: list[NestedLayer]
 
     @property
     def names(self) -> tuple[str, ...]:
         """The granularities' names: S, M, L, XL when there are four, else "0", "1", …"""
-        count = len(self.fractions)
+        count = len(next(iter(self.axes.values())))
         return GRANULARITIES if count == 4 else tuple(str(i) for i in range(count))
 
     def resolve(self, granularity: Granularity) -> list[int]:
         """The granularity's index for each layer.
 
         Args:
-            granularity: one name or index for all layers, or one index per layer.
+            granularity: one name or index for all layers; one index for each layer, in the order
+                of `layers`; or either of these by axis, where an axis that is left out is largest.
 
         Raises:
-            ValueError: for an unknown name or index, or a list of another length.
+            ValueError: for an unknown name, index or axis, or a list of another length.
         """
-        names, layers = self.names, len(self.layers)
+        if not isinstance(granularity, Mapping):
+            return self._indices(granularity, len(self.layers))
+        for axis in granularity:
+            if axis not in self.axes:
+                raise ValueError(
+                    f"unknown axis {axis!r}: this model is nested in {', '.join(self.axes)}"
+                )
+        chosen = {
+            axis: iter(
+                self._indices(
+                    granularity.get(axis, len(self.names) - 1),
+                    sum(layer.axis == axis for layer in self.layers),
+                )
+            )
+            for axis in self.axes
+        }
+        return [next(chosen[layer.axis]) for layer in self.layers]
+
+    def _indices(self, granularity: Any, layers: int) -> list[int]:
+        names = self.names
         if isinstance(granularity, str):
             if granularity not in names:
                 raise ValueError(
@@ -181,15 +179,19 @@ class Nesting:
         return chosen
 
     def label(self, granularity: Granularity) -> str:
-        """A short name: "M" for one granularity, "M*8+L*4" for a list of them."""
-        chosen = [self.names[i] for i in self.resolve(granularity)]
-        runs: list[tuple[str, int]] = []
-        for name in chosen:
-            if runs and runs[-1][0] == name:
-                runs[-1] = (name, runs[-1][1] + 1)
-            else:
-                runs.append((name, 1))
-        return runs[0][0] if len(runs) == 1 else "+".join(f"{n}*{k}" for n, k in runs)
+        """A short name: "M"; "M*8+L*4" for a list; "heads:M,ffn:L" where axes differ."""
+        chosen = self.resolve(granularity)
+        if len(set(chosen)) == 1 or len(self.axes) == 1:
+            return self._runs(chosen)
+        return ",".join(
+            f"{axis}:"
+            + self._runs([i for i, x in zip(chosen, self.layers, strict=True) if x.axis == axis])
+            for axis in self.axes
+        )
+
+    def _runs(self, chosen: Sequence[int]) -> str:
+        runs = [(self.names[i], len(list(group))) for i, group in itertools.groupby(chosen)]
+        return runs[0][0] if len(runs) == 1 else "+".join(f"{name}*{k}" for name, k in runs)
 
 
 def nesting_of(model: nn.Module) -> Nesting:
@@ -209,59 +211,44 @@ def nesting_of(model: nn.Module) -> Nesting:
 
 def nest(
     model: nn.Module,
-    fractions: Sequence[float] = (1 / 8, 1 / 4, 1 / 2, 1),
-    part: Literal["ffn", "heads"] = "ffn",
+    fractions: Sequence[float] | Mapping[str, Sequence[float]] = (1 / 8, 1 / 4, 1 / 2, 1),
+    part: Literal["ffn", "heads", "depth"] = "ffn",
 ) -> nn.Module:
-    """Make every feed-forward network (or attention) of the model nested, in place.
+    """Make every feed-forward network, attention or the depth of the model nested, in place.
 
-    Knows timm's Mlp, GluMlp (fused GLU and SwiGLUPacked) and SwiGLU, and for heads timm's
-    Attention with its fused qkv. The model starts at the largest granularity and computes what
-    it computed before.
+    Knows the classes of lightning_modules/layout_table.py. The model starts at the largest
+    granularity and computes what it computed before.
 
     Args:
-        model: any module that holds such layers, a timm ViT for example.
-        fractions: share of the hidden neurons (or heads) at each granularity, increasing; the
-            last is 1. Section 3.1: FFN ratios {0.5, 1, 2, 4} of d_model are 1/8, 1/4, 1/2, 1;
-            Appendix F.2 takes 1/4, 1/2, 3/4, 1 of the heads.
-        part: "ffn" or "heads".
+        model: any module that holds such layers: a timm ViT, a transformers model, …
+        fractions: share of the neurons (heads, blocks) at each granularity, increasing; the last
+            is 1. Section 3.1: FFN ratios {0.5, 1, 2, 4} of d_model are 1/8, 1/4, 1/2, 1; Appendix
+            F.2 takes 1/4, 1/2, 3/4, 1 of the heads. Or several axes at once, {"ffn": …,
+            "heads": …}, equally many fractions each; there neighbours may be equal in one of them.
+        part: the axis, where only one is given: "ffn", "heads" or "depth".
 
     Returns:
-        The same model; `model.nesting` says which layers vary.
+        The same model; `model.nesting` says what varies.
 
     Raises:
-        ValueError: if fractions are not increasing up to 1, do not give whole neurons or heads,
-            or the model is nested already or has nothing to nest.
+        ValueError: before anything is changed, if fractions are not increasing up to 1 or do not
+            give whole neurons or heads, or the model is nested already, or holds something to nest
+            whose layout or type of layer is not known.
     """
     if hasattr(model, "nesting"):
         raise ValueError("the model is nested already: extract a granularity from it first")
-    fractions = tuple(fractions)
-    ordered = all(a < b for a, b in itertools.pairwise(fractions))
-    if not fractions or fractions[0] <= 0 or fractions[-1] != 1 or not ordered:
-        raise ValueError(f"fractions {fractions} must increase from above 0 to exactly 1")
-    if part not in ("ffn", "heads"):
-        raise ValueError(f"unknown part {part!r} to nest: expected 'ffn' or 'heads'")
-    describe = _describe_ffn if part == "ffn" else _describe_heads
-    layers = [
-        layer
-        for name, module in model.named_modules()
-        if (layer := describe(name, module, fractions)) is not None
-    ]
-    if not layers:
-        kinds = "Mlp, GluMlp or SwiGLU" if part == "ffn" else "Attention with fused qkv"
-        raise ValueError(
-            f"{type(model).__name__} has nothing to nest for part={part!r}: no timm {kinds} in it"
-        )
+    given = fractions if isinstance(fractions, Mapping) else {part: fractions}
+    axes = {axis: tuple(values) for axis, values in given.items()}
+    _check_axes(axes)
+    order = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    layers = [layer for axis in axes for layer in _describe(model, axis, axes[axis])]
+    layers.sort(key=lambda layer: order[layer.name])
     for layer in layers:
-        for name, child in layer.slices().items():
-            if isinstance(child, nn.LayerNorm):
-                setattr(layer.module, name, NestedLayerNorm(child))
-            elif name in layer.reducing:
-                setattr(layer.module, name, NestedLinear(child))
-            else:
-                parts = child.out_features // (layer.widths[-1] * layer.unit)
-                setattr(layer.module, name, NestedLinear(child, parts))
-        layer.select(len(fractions) - 1)
-    model.nesting = Nesting(part, fractions, layers)  # type: ignore[assignment]
+        for cut in layer.layer.cuts if layer.layer else ():
+            refuse_unknown(f"{layer.name}.{cut.path}", layer.module.get_submodule(cut.path))
+    for layer in layers:
+        layer.begin()
+    model.nesting = Nesting(axes, layers)  # type: ignore[assignment]
     return model
 
 
@@ -270,7 +257,8 @@ def set_granularity(model: nn.Module, granularity: Granularity) -> None:
 
     Args:
         model: a nested model.
-        granularity: "S", "M", "L", "XL" or an index, for all layers; or one index per layer.
+        granularity: "S", "M", "L", "XL" or an index, for all layers; one index for each layer; or
+            {"ffn": …, "heads": …}.
 
     Raises:
         ValueError: if the model is not nested, or there is no such granularity.
@@ -280,8 +268,23 @@ def set_granularity(model: nn.Module, granularity: Granularity) -> None:
         layer.select(index)
 
 
+@contextmanager
+def granularity(model: nn.Module, granularity: Granularity) -> Iterator[nn.Module]:
+    """Use the given submodel inside a `with`, and then again the one that was set before."""
+    before = [layer.granularity for layer in nesting_of(model).layers]
+    set_granularity(model, granularity)
+    try:
+        yield model
+    finally:
+        set_granularity(model, before)
+
+
 def extract(model: nn.Module, granularity: Granularity) -> nn.Module:
     """A standalone copy of one submodel, plain and no longer nested.
+
+    Weights are sliced as they are copied, so there is never a second full model. A transformers
+    configuration follows where it can say the new sizes (all layers alike); then save_pretrained
+    and AutoModel….from_pretrained work as ever. export.py writes the others.
 
     Args:
         model: a nested model; it is left as it was.
@@ -291,51 +294,161 @@ def extract(model: nn.Module, granularity: Granularity) -> nn.Module:
         A model of the original class made of ordinary layers, with its own weights; the smallest
         layers hold no trace of the larger ones.
     """
-    chosen = nesting_of(model).resolve(granularity)
-    model = copy.deepcopy(model)
+    nesting = nesting_of(model)
+    chosen = nesting.resolve(granularity)
+    before = [layer.granularity for layer in nesting.layers]
+    memo: dict[int, Any] = {id(nesting): None}
     set_granularity(model, chosen)
-    for layer in nesting_of(model).layers:
-        for name, child in layer.slices().items():
-            setattr(layer.module, name, child.plain())
-    del model.nesting
-    return model
+    try:
+        for child in (child for layer in nesting.layers for child in layer.slices().values()):
+            memo[id(child)] = child.plain(memo)
+        for layer in nesting.layers:
+            if layer.axis == "depth":
+                memo[id(layer.module)] = _without_skipped(layer, memo)
+        small = copy.deepcopy(model, memo)
+        _follow(model, nesting.layers, memo)
+    finally:
+        set_granularity(model, before)
+    for layer in nesting.layers:
+        if id(layer.module) in memo and isinstance(layer.layer, FeedForward):
+            off = layer.layer.layout.switch_off
+            set_attributes(memo[id(layer.module)], {name: layer.originals[name] for name in off})
+    del small.nesting
+    return small
 
 
-def _describe_ffn(name: str, module: nn.Module, fractions: Sequence[float]) -> NestedLayer | None:
-    if isinstance(module, SwiGLU):
-        expanding: tuple[str, ...] = ("fc1_g", "fc1_x")
-    elif isinstance(module, Mlp | GluMlp) and isinstance(module.fc1, nn.Linear):
-        expanding = ("fc1",)
-    else:
-        return None
-    hidden: Any = module.fc2.in_features
-    widths = _widths(name, fractions, hidden, "hidden neurons")
-    return NestedLayer(name, module, widths, 1, expanding + _norm(name, module), ("fc2",))
+def set_attributes(module: nn.Module, values: Mapping[str, Any]) -> None:
+    """Set attributes by dotted name, "self.num_attention_heads" for example."""
+    for name, value in values.items():
+        path, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(path), attribute, value)
 
 
-def _describe_heads(name: str, module: nn.Module, fractions: Sequence[float]) -> NestedLayer | None:
-    if not isinstance(module, Attention):
-        return None
-    heads: Any = module.num_heads
-    widths = _widths(name, fractions, heads, "heads")
-    gate = ("gate",) if getattr(module, "gate", None) is not None else ()
-    expanding = ("qkv", *gate, *_norm(name, module))
-    return NestedLayer(name, module, widths, module.head_dim, expanding, ("proj",))
+def _without_skipped(layer: NestedLayer, memo: dict[int, Any]) -> nn.Module:
+    """A copy of the list of blocks that holds only those in use, numbered anew."""
+    container, kept = layer.module, layer.kept[layer.granularity]
+    copied = container.__class__.__new__(container.__class__)
+    vars(copied).update(
+        {name: copy.deepcopy(v, memo) for name, v in vars(container).items() if name != "_modules"}
+    )
+    blocks = [copy.deepcopy(list(container.children())[index], memo) for index in kept]
+    vars(copied)["_modules"] = dict(zip(container._modules, blocks, strict=False))
+    for number, block in enumerate(blocks):
+        del block.forward
+        for module in block.modules():
+            if hasattr(module, "layer_idx"):  # a transformers model finds its cache by it
+                module.layer_idx = number  # type: ignore[assignment]
+    return copied
 
 
-def _norm(name: str, module: nn.Module) -> tuple[str, ...]:
-    norm: Callable | None = module.norm  # type: ignore[assignment]
-    if isinstance(norm, nn.Identity):
-        return ()
-    if not isinstance(norm, nn.LayerNorm):
+def _follow(model: nn.Module, layers: Sequence[NestedLayer], memo: dict[int, Any]) -> None:
+    """Write the sizes in use into the copies of transformers' configurations, where all agree."""
+    modules = dict(model.named_modules())
+    sizes: dict[int, dict[str, list[Any]]] = {}
+    for layer in layers:
+        parts = layer.name.split(".")
+        parents = [modules[".".join(parts[:depth])] for depth in range(len(parts) + 1)]
+        for config in {id(c): c for m in parents if (c := getattr(m, "config", None))}.values():
+            copied = memo.get(id(config))
+            if copied is None:
+                continue
+            if layer.layer is None:
+                _follow_depth(copied, len(layer.module), layer.kept[layer.granularity])  # type: ignore[arg-type]
+                continue
+            values = layer.layer.config(layer.units) or {}
+            if any(hasattr(config, key) for key in values):
+                for key, value in values.items():
+                    sizes.setdefault(id(copied), {}).setdefault(key, []).append((copied, value))
+    for keys in sizes.values():
+        for key, values_of_key in keys.items():
+            if len({value for _, value in values_of_key}) == 1:
+                setattr(values_of_key[0][0], key, values_of_key[0][1])
+
+
+def _follow_depth(config: Any, blocks: int, kept: Sequence[int]) -> None:
+    if getattr(config, "num_hidden_layers", None) != blocks:
+        return
+    for name, value in list(vars(config).items()):  # layer_types and the like: one entry a block
+        if isinstance(value, list) and len(value) == blocks:
+            setattr(config, name, [value[index] for index in kept])
+    config.num_hidden_layers = len(kept)
+
+
+def _check_axes(axes: Mapping[str, tuple[float, ...]]) -> None:
+    for axis, fractions in axes.items():
+        if axis not in AXES:
+            raise ValueError(f"unknown part {axis!r} to nest: expected 'ffn', 'heads' or 'depth'")
+        pairs = list(itertools.pairwise(fractions))
+        ordered = all(a < b or (a == b and len(axes) > 1) for a, b in pairs)
+        if not fractions or fractions[0] <= 0 or fractions[-1] != 1 or not ordered:
+            raise ValueError(f"fractions {fractions} must increase from above 0 to exactly 1")
+    if len({len(fractions) for fractions in axes.values()}) != 1:
         raise ValueError(
-            f"{name}.norm is a {type(norm).__name__}: only LayerNorm over the hidden state can "
-            "be nested"
+            "every axis needs equally many fractions, one for each granularity: "
+            + ", ".join(f"{axis} has {len(fractions)}" for axis, fractions in axes.items())
         )
-    return ("norm",)
+    steps = zip(*axes.values(), strict=True)
+    if any(a == b for a, b in itertools.pairwise(steps)):
+        raise ValueError(f"two neighbouring granularities of {dict(axes)} are the same in all axes")
 
 
-def _widths(name: str, fractions: Sequence[float], full: int, what: str) -> tuple[int, ...]:
+def _describe(model: nn.Module, axis: str, fractions: Sequence[float]) -> list[NestedLayer]:
+    if axis == "depth":
+        return [_describe_depth(model, fractions)]
+    if axis == "ffn":
+        return [
+            NestedLayer(x.name, axis, x.module, _widths(x, fractions, "hidden neurons"), x)
+            for x in feed_forwards(model)
+        ]
+    layers = attentions(model)
+    for layer in layers:
+        if layer.layout.fixed:
+            raise ValueError(
+                f"the heads of {layer.name}, a {type(layer.module).__name__}, cannot be nested: "
+                f"{layer.layout.fixed}"
+            )
+    return [
+        NestedLayer(
+            x.name,
+            axis,
+            x.module,
+            _widths(x, fractions, "heads" if x.units == x.heads else "groups of heads"),
+            x,
+        )
+        for x in layers
+    ]
+
+
+def _describe_depth(model: nn.Module, fractions: Sequence[float]) -> NestedLayer:
+    stacks = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential)
+        and len(module)
+        and all(class_path(type(block)) in BLOCKS for block in module)
+    ]
+    if len(stacks) != 1:
+        raise ValueError(
+            f"depth needs one list of blocks that can be skipped; {type(model).__name__} has "
+            f"{len(stacks)} ({', '.join(name for name, _ in stacks) or 'none'}): the classes of "
+            "such blocks are BLOCKS in lightning_modules/layout_table.py"
+        )
+    name, stack = stacks[0]
+    widths = _whole(name, fractions, len(stack), "blocks")  # type: ignore[arg-type]
+    remaining = list(range(len(stack)))  # type: ignore[arg-type]
+    kept = []
+    for width in reversed(widths):  # nested: each picks evenly from the next larger one
+        last = max(width - 1, 1)
+        remaining = [remaining[round(i * (len(remaining) - 1) / last)] for i in range(width)]
+        kept.append(tuple(remaining))
+    return NestedLayer(name, "depth", stack, widths, None, tuple(reversed(kept)))
+
+
+def _widths(layer: Layer, fractions: Sequence[float], what: str) -> tuple[int, ...]:
+    return _whole(layer.name, fractions, layer.units, what)
+
+
+def _whole(name: str, fractions: Sequence[float], full: int, what: str) -> tuple[int, ...]:
     widths = tuple(round(fraction * full) for fraction in fractions)
     for fraction, width in zip(fractions, widths, strict=True):
         if width == 0 or abs(width - fraction * full) > 1e-6 * full:
@@ -344,27 +457,3 @@ def _widths(name: str, fractions: Sequence[float], full: int, what: str) -> tupl
                 "them, not a whole number"
             )
     return widths
-
-
-def idle_indices(
-    layer: NestedLinear | NestedLayerNorm, name: str, offset: int, length: int
-) -> tuple[int, Tensor] | None:
-    """Where a parameter of a sliced layer is not in use at the current granularity.
-
-    Args:
-        layer: the sliced layer.
-        name: "weight" or "bias".
-        offset: first row of this process's shard of the parameter, in rows of the whole.
-        length: rows in that shard.
-
-    Returns:
-        The dimension and the indices along it (into the shard), or None when all is in use.
-    """
-    if isinstance(layer, NestedLinear) and name == "weight" and layer.columns < layer.in_features:
-        return 1, torch.arange(layer.columns, layer.in_features)
-    parameter = getattr(layer, name)
-    size = parameter.shape[0] // layer.parts
-    if layer.rows == size:
-        return None
-    index = torch.arange(length)
-    return 0, index[(index + offset) % size >= layer.rows]

@@ -1,4 +1,4 @@
-"""Evolutionary search for a submodel: the rival of Mix'n'Match.
+"""Evolutionary search for a submodel: the baseline of Mix'n'Match.
 
 MatFormer, arXiv 2310.07707, appendix D.1. Measure the loss of a random sample of submodels, learn
 to predict loss from architecture, then evolve the architecture of least predicted loss inside a
@@ -20,7 +20,7 @@ from sklearn.model_selection import GridSearchCV, train_test_split
 from sklearn.pipeline import make_pipeline, make_union
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
-from lightning_modules.matformer.mix_and_match import check_budget
+from lightning_modules.matformer.mix_and_match import Costs, check_budget
 
 FOLDS = 5  # of the cross-validation that chooses the predictor's smoothness
 
@@ -133,9 +133,8 @@ def fit_predictor(
 
 def evolve(
     predictor: Predictor,
-    layers: int,
-    widths: Sequence[int],
-    budget: int,
+    costs: Costs,
+    budget: float,
     population: int = 64,
     generations: int = 30,
     mutation: float = 0.1,
@@ -148,9 +147,8 @@ def evolve(
     over the budget is repaired at birth, so that none is ever outside it.
 
     Args:
-        predictor: Gives the loss of a configuration of ``layers`` layers.
-        layers: Number of layers.
-        widths: Cost of one layer at each granularity, smallest first, in any unit.
+        predictor: Gives the loss of a configuration of as many layers as ``costs`` has.
+        costs: ``costs[layer][granularity]``, smallest granularity first, in any unit.
         budget: Cost allowed for all layers together, in the same unit.
         population: Configurations in a generation.
         generations: How often to breed.
@@ -158,26 +156,28 @@ def evolve(
         seed: Seed of every random choice here.
 
     Returns:
-        The index into ``widths`` for each layer, first layer first.
+        The granularity index of each layer, first layer first.
 
     Raises:
-        ValueError: If there is no layer, ``widths`` does not strictly increase, the smallest
-            submodel exceeds the budget, or the population has no quarter to keep.
+        ValueError: If there is no layer, the layers do not have equally many granularities, the
+            smallest submodel exceeds the budget, or the population has no quarter to keep.
     """
-    check_budget(layers, widths, budget)
+    check_budget(costs, budget)
     if population < 4:
         raise ValueError(
             f"population is {population}; use at least 4, because a quarter become parents."
         )
     generator = np.random.default_rng(seed)
-    cost = np.asarray(widths)
+    cost = np.asarray(costs)
+    layers, granularities = cost.shape
+    place = np.arange(layers)
 
     def random(count: int) -> NDArray[np.int64]:
-        return generator.integers(len(widths), size=(count, layers))
+        return generator.integers(granularities, size=(count, layers))
 
     def repair(configurations: NDArray[np.int64]) -> NDArray[np.int64]:
         """Lower random layers by one step until every configuration is within the budget."""
-        while (over := np.flatnonzero(cost[configurations].sum(axis=1) > budget)).size:
+        while (over := np.flatnonzero(cost[place, configurations].sum(axis=1) > budget)).size:
             # 1 - [0, 1) is never 0, so that a layer already smallest is never the highest draw.
             draw = (1 - generator.random((over.size, layers))) * (configurations[over] > 0)
             configurations[over, draw.argmax(axis=1)] -= 1

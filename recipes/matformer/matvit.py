@@ -178,7 +178,7 @@ def compare_orders(model: Any, data: Any, seed: int) -> list[dict[str, Any]]:
         mix = [level] * (layers - layers // 2) + [level + 1] * (layers // 2)
         budget = sum(widths[g] for g in mix)
         chosen: dict[str, list[int]] = {order: arrange(mix, order) for order in ORDERS}
-        chosen["search"] = evolve(predictor, layers, widths, budget, seed=seed)
+        chosen["search"] = evolve(predictor, [widths] * layers, budget, seed=seed)
         models = {
             name: submodel(model, size, granularities) for name, granularities in chosen.items()
         }

@@ -97,7 +97,7 @@ def ladder(model: nn.Module, between: int) -> list[list[int]]:
     for small, large in itertools.pairwise(widths):
         for i in range(between + 1):
             budget = layers * small + layers * (large - small) * i // (between + 1)
-            mix = mix_and_match(layers, widths, budget)
+            mix = mix_and_match([widths] * layers, budget)
             if mix not in found:
                 found.append(mix)
     return [*found, [len(widths) - 1] * layers]

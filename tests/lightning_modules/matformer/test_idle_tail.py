@@ -3,9 +3,11 @@
 import pytest
 import timm
 import torch
+from timm.layers import GluMlp
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_modules.matformer.idle_tail import freeze_idle_tail
-from lightning_modules.matformer.nest import nest, set_granularity
+from lightning_modules.matformer.nest import nest, nesting_of, set_granularity
 
 
 def build(frozen, mlp_layer=None, part="ffn"):
@@ -74,3 +76,125 @@ def test_steps_at_the_largest_granularity_are_plain_adamw():
         step(plain, plain_optimizer, "XL")
     for a, b in zip(frozen.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.5),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.5, fused=True),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.5, foreach=True),
+    "momentum": lambda p: torch.optim.SGD(p, lr=1e-4, momentum=0.9, weight_decay=0.1),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-4),
+}
+
+
+def put_back(model, optimizer):
+    """The policy in its plain form: after the step, all idle slices are what they were.
+
+    Running averages that a step makes are zero where it did not act; SGD's are not by themselves,
+    which holds weight decay.
+    """
+    saved, new = [], []
+
+    def keep(*_):
+        for layer in nesting_of(model).layers:
+            for child in layer.slices().values():
+                for name, parameter in child.named_parameters(recurse=False):
+                    axis = child.axis(name)
+                    if axis is None:
+                        continue
+                    idle = torch.ones(parameter.shape[axis], dtype=torch.bool)
+                    for start, stop in child.runs:
+                        idle[start:stop] = False
+                    index = idle.nonzero().flatten()
+                    states = optimizer.state.get(parameter, {}).values()
+                    if not states:
+                        new.append((parameter, axis, index))
+                    for tensor in (parameter.data, *states):
+                        if torch.is_tensor(tensor) and tensor.shape == parameter.shape:
+                            saved.append((tensor, axis, index, tensor.index_select(axis, index)))
+
+    def restore(*_):
+        for tensor, axis, index, values in saved:
+            tensor.index_copy_(axis, index, values)
+        for parameter, axis, index in new:
+            for tensor in optimizer.state[parameter].values():
+                if torch.is_tensor(tensor) and tensor.shape == parameter.shape:
+                    tensor.index_fill_(axis, index, 0)
+        saved.clear()
+        new.clear()
+
+    optimizer.register_step_pre_hook(keep)
+    optimizer.register_step_post_hook(restore)
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+@pytest.mark.parametrize("part", ["ffn", "heads"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_equals_putting_the_idle_slices_back(kind, part, with_closure):
+    results = []
+    for policy in (put_back, lambda model, optimizer: freeze_idle_tail(optimizer, model)):
+        model, _ = build(False, mlp_layer=GluMlp, part=part)
+        model = model.double()
+        for (
+            block
+        ) in model.blocks:  # a key's bias has no gradient but rounding, which Adam magnifies
+            block.attn.qkv.bias.requires_grad_(False)
+        optimizer = OPTIMIZERS[kind](model.parameters())
+        groups = [(id(group), list(group)) for group in optimizer.param_groups]
+        policy(model, optimizer)
+        for number, granularity in enumerate((1, 3, 0, [2, 0], 3, 1)):
+            torch.manual_seed(number)
+            images = torch.randn(4, 3, 8, 8, dtype=torch.float64)
+            set_granularity(model, granularity)
+
+            def closure(model=model, images=images, optimizer=optimizer):
+                optimizer.zero_grad()
+                loss = model(images).square().sum()
+                loss.backward()
+                return loss
+
+            # Lightning's way, in which there are no gradients yet when the step begins
+            loss = optimizer.step(closure) if with_closure else closure()
+            if not with_closure:
+                optimizer.step()
+            assert loss.item() > 0
+        assert [(id(group), list(group)) for group in optimizer.param_groups] == groups
+        states = [optimizer.state[p] for p in model.parameters()]
+        results.append((list(model.parameters()), states))
+        assert set(optimizer.state) <= set(model.parameters())
+        optimizer.load_state_dict(optimizer.state_dict())
+    (expected, expected_states), (given, states) = results
+    for a, b in zip(expected, given, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    for a, b in zip(expected_states, states, strict=True):
+        assert a.keys() == b.keys()
+        for key, value in a.items():
+            torch.testing.assert_close(value, b[key], rtol=1e-10, atol=1e-12)
+
+
+def test_a_step_copies_nothing():
+    """After the first step, no tensor as large as a tenth of the nested weights is made."""
+    model, _ = build(False)
+    optimizer = OPTIMIZERS["fused"](model.parameters())
+    freeze_idle_tail(optimizer, model)
+    step(model, optimizer, "XL")
+    set_granularity(model, "S")
+    optimizer.zero_grad()
+    model(torch.randn(4, 3, 8, 8)).square().sum().backward()
+    largest = 0
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            out = function(*args, **kwargs or {})
+            made = out if isinstance(out, torch.Tensor) else None
+            if made is not None and made.untyped_storage().data_ptr() not in known:
+                largest = max(largest, made.numel())
+            return out
+
+    tensors = [t for p in model.parameters() for t in (p, p.grad, *optimizer.state[p].values())]
+    known = {t.untyped_storage().data_ptr() for t in tensors}
+    with Largest():
+        optimizer.step()
+    # single-tensor AdamW makes one denominator of the size of the slice in use
+    assert 0 < largest <= model.blocks[0].mlp.fc2.weight.numel() // 4

@@ -23,7 +23,7 @@ def test_no_other_least_slope_configuration_within_the_budget_costs_more(layers,
         and configuration[-1] - configuration[0] <= 1
     ]
     for budget in range(layers * widths[0], layers * widths[-1] + 3):
-        ours = mix_and_match(layers, widths, budget)
+        ours = mix_and_match([widths] * layers, budget)
         affordable = [c for c in least_slope if cost(c) <= budget]
         assert tuple(ours) == max(affordable, key=cost), f"budget {budget}"
 
@@ -44,32 +44,53 @@ def test_table_5_counts_non_embedding_parameters_of_the_850m_model(millions, exp
     widths = [attention + 2 * d * (4 * d // k) for k in (8, 4, 2, 1)]
     exact = sum(widths[granularity] for granularity in expected)
     assert round(exact / 1e6, 1) == millions
-    assert mix_and_match(layers, widths, exact) == expected
-    assert mix_and_match(layers, widths, exact - 1) != expected
-    assert mix_and_match(layers, widths, exact + 1) == expected
+    assert mix_and_match([widths] * layers, exact) == expected
+    assert mix_and_match([widths] * layers, exact - 1) != expected
+    assert mix_and_match([widths] * layers, exact + 1) == expected
 
     # The unit is free: FFN parameters alone choose the same once attention leaves the budget.
     ffn = [width - attention for width in widths]
-    assert mix_and_match(layers, ffn, exact - layers * attention) == expected
+    assert mix_and_match([ffn] * layers, exact - layers * attention) == expected
 
 
 def test_a_budget_above_the_largest_submodel_gives_the_largest():
-    assert mix_and_match(3, [1, 2, 4, 8], 10**12) == [XL] * 3
+    assert mix_and_match([[1, 2, 4, 8]] * 3, 10**12) == [XL] * 3
 
 
 @pytest.mark.parametrize(
-    "layers, widths, budget, message",
+    "costs, budget, message",
     [
-        (0, [1, 2], 9, "layers is 0"),
-        (2, [], 9, r"widths is \[\].*strictly increasing"),
-        (2, [1, 2, 2], 9, r"widths is \[1, 2, 2\].*strictly increasing"),
-        (2, [2, 1], 9, "strictly increasing"),
-        (4, [3, 5], 11, "budget is 11, but the smallest submodel costs 12"),
+        ([], 9, "costs is empty"),
+        ([[], []], 9, r"costs has \[0, 0\] entries"),
+        ([[1, 2], [1, 2, 3]], 9, r"costs has \[2, 3\] entries in its layers"),
+        ([[3, 5]] * 4, 11, "budget is 11, but the smallest submodel costs 12"),
     ],
 )
-def test_what_no_submodel_fits_is_refused(layers, widths, budget, message):
+def test_what_no_submodel_fits_is_refused(costs, budget, message):
     with pytest.raises(ValueError, match=message):
-        mix_and_match(layers, widths, budget)
+        mix_and_match(costs, budget)
+
+
+def test_each_layer_counts_with_its_own_cost():
+    """Swin's stages: by the first layer's widths alone, half of these budgets would be broken."""
+    costs = [[1, 2, 4], [1, 2, 4], [4, 8, 16], [16, 32, 64]]
+    least_slope = [
+        c
+        for c in product(range(3), repeat=4)
+        if all(a <= b for a, b in pairwise(c)) and c[-1] - c[0] <= 1
+    ]
+
+    def cost(configuration):
+        return sum(layer[index] for layer, index in zip(costs, configuration, strict=True))
+
+    for budget in range(22, 100):
+        best = max(cost(c) for c in least_slope if cost(c) <= budget)
+        assert cost(mix_and_match(costs, budget)) == best
+        assert tuple(mix_and_match(costs, budget)) in least_slope
+
+
+def test_measured_costs_need_not_rise():
+    assert mix_and_match([[2.0, 1.5], [2.0, 2.5]], 4.0) == [1, 1]
 
 
 @pytest.mark.parametrize(

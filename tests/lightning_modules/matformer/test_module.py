@@ -1,5 +1,6 @@
 """MatViT against the paper's formulas, written out on extracted models."""
 
+import functools
 import logging
 
 import lightning as L
@@ -7,7 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lightning_modules.matformer import MatViT, extract, set_granularity
+from callbacks.granularity import GranularitySampling
+from lightning_modules.matformer import MatViT, extract, granularity, set_granularity
 from lightning_modules.matformer.consistency import classification_loss
 
 CLASSES = 5
@@ -66,9 +68,9 @@ def test_joint_training_takes_the_loss_of_every_granularity(joint, split, size):
     if size == 6:
         pieces = [range(0, 2), range(2, 4), range(4, 5), range(5, 6)]
     total = 0.0
-    for granularity, piece in enumerate(pieces):
+    for index, piece in enumerate(pieces):
         part = list(piece) if split else list(range(size))
-        logits = extract(module.model, granularity)(images[part])
+        logits = extract(module.model, index)(images[part])
         total += F.cross_entropy(logits, labels[part])
     expected = total / 4 if joint == "mean" else total
     torch.testing.assert_close(module.training_step((images, labels), 0), expected)
@@ -93,8 +95,8 @@ def test_evaluation_equals_evaluating_the_extracted_models():
     reference = extract(module.model, "XL")(images)
     p = reference.softmax(-1)
     expected = {}
-    for label, granularity in {"S": 0, "M": 1, "L": 2, "XL": 3, "S*1+M*1": [0, 1]}.items():
-        logits = extract(module.model, granularity)(images)
+    for label, chosen in {"S": 0, "M": 1, "L": 2, "XL": 3, "S*1+M*1": [0, 1]}.items():
+        logits = extract(module.model, chosen)(images)
         log_q = logits.log_softmax(-1)
         expected |= {
             f"val/accuracy_{label}": (logits.argmax(-1) == labels).float().mean(),
@@ -166,9 +168,9 @@ def test_head_bias_starts_every_class_at_the_prior():
 @pytest.mark.parametrize("policy", ["frozen", "moving"])
 def test_idle_tail_is_what_the_setting_says(policy):
     module = build(idle_tail=policy, weight_decay=0.5, lr=0.1)
-    set_granularity(module.model, "M")
+    always_m = GranularitySampling([0.0, 1.0, 0.0, 0.0])
     before = module.model.blocks[1].mlp.fc1.weight.detach().clone()
-    trainer(max_steps=1).fit(module, data())
+    trainer(max_steps=1, callbacks=[always_m]).fit(module, data())
     changed = (before != module.model.blocks[1].mlp.fc1.weight).any(1)
     assert changed[:16].all()
     assert changed[16:].any() == changed[16:].all() == (policy == "moving")
@@ -261,3 +263,76 @@ def test_wrong_settings():
         MatViT(CLASSES, "vit_tiny_patch16_42", pretrained=True).configure_model()
     with pytest.raises(ValueError, match="no model 'nothing'; similar: none"):
         MatViT(CLASSES, "nothing").configure_model()
+
+
+class Drawn(L.Callback):
+    """The granularities that training steps had."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.seen.append([layer.granularity for layer in pl_module.model.nesting.layers])
+
+
+def test_the_sampler_comes_with_the_module_and_is_never_doubled():
+    module, drawn = build(), Drawn()
+    runner = trainer(max_epochs=20, callbacks=[drawn])  # a trainer.callbacks that forgets it
+    runner.fit(module, data())
+    assert sum(isinstance(c, GranularitySampling) for c in runner.callbacks) == 1
+    assert {tuple(seen) for seen in drawn.seen} == {(i, i) for i in range(4)}
+
+    module, drawn = build(), Drawn()
+    runner = trainer(max_epochs=2, callbacks=[drawn, GranularitySampling([0, 0, 1, 0])])
+    runner.fit(module, data())
+    assert sum(isinstance(c, GranularitySampling) for c in runner.callbacks) == 1
+    assert drawn.seen == [[2, 2]] * 4
+
+
+def test_a_plain_model_and_joint_training_have_no_sampler():
+    for settings in ({"fractions": None}, {"joint": "mean"}):
+        runner = trainer(max_steps=1)
+        runner.fit(build(**settings), data())
+        assert not any(isinstance(c, GranularitySampling) for c in runner.callbacks)
+    with pytest.raises(ValueError, match="joint: mean trains all .* leave GranularitySampling out"):
+        trainer(max_steps=1, callbacks=[GranularitySampling()]).fit(build(joint="mean"), data())
+
+
+@pytest.mark.parametrize("chosen", [None, "S", [0, 2]])
+def test_predictions_are_those_of_the_granularity_that_is_named(chosen):
+    module = build(granularity=chosen)
+    assert "granularity" not in module.hparams
+    set_granularity(module.model, "M")  # what training drew last
+    predicted = torch.cat(trainer().predict(module, data()))
+    with granularity(module.model, "XL" if chosen is None else chosen):
+        expected = module(batch()[0]).detach()
+    torch.testing.assert_close(predicted, expected)
+    assert (predicted - module(batch()[0])).abs().max() > 1e-3
+    module.granularity = "M"
+    torch.testing.assert_close(
+        torch.cat(trainer().predict(module, data())), module(batch()[0]).detach()
+    )
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_joint_training_with_gradient_checkpointing(reentrant, monkeypatch):
+    """The backward pass runs the blocks again, each at the granularity that it had."""
+    again = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=reentrant)
+    for name in ("checkpoint", "checkpoint_seq"):
+        monkeypatch.setattr(
+            f"timm.models.vision_transformer.{name}",
+            lambda blocks, x: functools.reduce(
+                lambda y, block: again(block, y),
+                blocks if isinstance(blocks, torch.nn.Sequential) else [blocks],
+                x,
+            ),
+        )
+    gradients = []
+    for checkpointing in (False, True):
+        module = build(joint="mean").double().train()
+        module.model.set_grad_checkpointing(checkpointing)
+        images, labels = batch()
+        module.training_step((images.double(), labels), 0).backward()
+        gradients.append({name: p.grad for name, p in module.named_parameters()})
+    for name, expected in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], expected, rtol=1e-12, atol=1e-14)

@@ -118,10 +118,10 @@ def test_evolution_finds_the_best_configuration_within_the_budget(predictor, bud
     within = EVERY[budget >= COST]
     best = true_loss(within).min()
 
-    exact = evolve(Oracle(), LAYERS, WIDTHS, budget)
+    exact = evolve(Oracle(), [WIDTHS] * LAYERS, budget)
     assert true_loss([exact])[0] == pytest.approx(best, abs=0.002)
 
-    learned = evolve(predictor, LAYERS, WIDTHS, budget)
+    learned = evolve(predictor, [WIDTHS] * LAYERS, budget)
     assert true_loss([learned])[0] == pytest.approx(best, abs=0.005)
     assert all(type(granularity) is int for granularity in learned)
 
@@ -134,7 +134,7 @@ def test_evolution_never_looks_outside_the_budget():
             seen.append(np.array(configurations))
             return super().predict(configurations)
 
-    evolve(Watching(), LAYERS, WIDTHS, budget=13, mutation=1.0)
+    evolve(Watching(), [WIDTHS] * LAYERS, budget=13, mutation=1.0)
     seen = np.concatenate(seen)
     assert np.array(WIDTHS)[seen].sum(axis=1).max() <= 13
     assert seen.min() == 0
@@ -143,13 +143,13 @@ def test_evolution_never_looks_outside_the_budget():
 def test_evolution_is_fixed_by_its_seed_and_leaves_the_global_generator_alone(predictor):
     # Without a generation the first random population decides, so that seeds must show.
     def first(seed):
-        return evolve(predictor, LAYERS, WIDTHS, 20, generations=0, seed=seed)
+        return evolve(predictor, [WIDTHS] * LAYERS, 20, generations=0, seed=seed)
 
     before = np.random.get_state()[1].tolist()
     assert first(0) == first(0)
     assert len({tuple(first(seed)) for seed in range(5)}) > 1
-    assert evolve(predictor, LAYERS, WIDTHS, 20, seed=5) == evolve(
-        predictor, LAYERS, WIDTHS, 20, seed=5
+    assert evolve(predictor, [WIDTHS] * LAYERS, 20, seed=5) == evolve(
+        predictor, [WIDTHS] * LAYERS, 20, seed=5
     )
     assert np.random.get_state()[1].tolist() == before
 
@@ -162,20 +162,20 @@ def test_evolution_beats_random_choice_over_sixteen_layers():
             return 3 - (np.asarray(configurations) * gains).mean(axis=1)
 
     budget = 40
-    found = evolve(Deep(), 16, WIDTHS, budget)
-    unevolved = evolve(Deep(), 16, WIDTHS, budget, generations=0)
+    found = evolve(Deep(), [WIDTHS] * 16, budget)
+    unevolved = evolve(Deep(), [WIDTHS] * 16, budget, generations=0)
     assert Deep().predict([found])[0] < Deep().predict([unevolved])[0]
-    assert Deep().predict([found])[0] < Deep().predict([mix_and_match(16, WIDTHS, budget)])[0]
+    assert Deep().predict([found])[0] < Deep().predict([mix_and_match([WIDTHS] * 16, budget)])[0]
 
 
 @pytest.mark.parametrize(
     "settings, message",
     [
         ({"budget": 5}, "budget is 5, but the smallest submodel costs 6"),
-        ({"widths": [2, 2]}, "strictly increasing"),
+        ({"costs": [[1, 2], [1]]}, r"costs has \[2, 1\] entries in its layers"),
         ({"population": 3}, "population is 3; use at least 4"),
     ],
 )
 def test_evolution_refuses_what_it_cannot_search(settings, message):
     with pytest.raises(ValueError, match=message):
-        evolve(Oracle(), **{"layers": LAYERS, "widths": WIDTHS, "budget": 20} | settings)
+        evolve(Oracle(), **{"costs": [WIDTHS] * LAYERS, "budget": 20} | settings)

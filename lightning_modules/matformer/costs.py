@@ -1,0 +1,164 @@
+"""What each nested layer costs at each granularity: parameters, multiply-adds or milliseconds.
+
+Each function returns `costs[layer][granularity]` in the order of `nesting.layers`, of the nested
+parts alone, and what the rest of the model costs; a submodel costs the rest and the sum of its
+layers. Mix'n'Match (MatFormer, arXiv 2310.07707, Section 3.3) takes a budget in any of these units.
+"""
+
+import copy
+import statistics
+import time
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_modules.backbones import call, to_device
+from lightning_modules.matformer.mix_and_match import mix_and_match
+from lightning_modules.matformer.nest import NestedLayer, granularity, nesting_of
+
+Unit = Literal["parameters", "macs", "ms"]
+REPEATS = 9  # timed passes, of which the median counts
+
+
+def layer_costs(
+    model: nn.Module, unit: Unit = "parameters", batch: Any = None
+) -> tuple[list[list[float]], float]:
+    """What nested layers cost at every granularity, and the rest of the model.
+
+    Args:
+        model: nested in "ffn", "heads" or both; it is left as it was.
+        unit: "parameters"; "macs", multiply-adds of one pass over the batch, products of the
+            attention included; or "ms", measured on the model's device in evaluation mode.
+        batch: what the model takes (a tensor, a tuple or a dict), for "macs" and "ms".
+
+    Returns:
+        `costs[layer][granularity]` and the cost of everything else.
+
+    Raises:
+        ValueError: for a model whose depth is nested (blocks that may be skipped have no cost of
+            their own), an unknown unit, or no batch where one is needed.
+    """
+    layers = nesting_of(model).layers
+    if any(layer.axis == "depth" for layer in layers):
+        raise ValueError("a nested depth has no cost by layer: choose a uniform granularity")
+    if unit not in ("parameters", "macs", "ms"):
+        raise ValueError(f"unknown unit {unit!r}: expected 'parameters', 'macs' or 'ms'")
+    if unit != "parameters" and batch is None:
+        raise ValueError(f"{unit} depend on the input: give a batch")
+    by_granularity: list[list[float]] = []
+    rest = 0.0
+    for index in range(len(nesting_of(model).names)):
+        with granularity(model, index):
+            if unit == "parameters":
+                total: float = sum(p.numel() for p in model.parameters())
+                total -= sum(sum(_parameters(layer)) for layer in layers)
+                each: list[float] = [_parameters(layer)[0] for layer in layers]
+                rest = total
+            elif unit == "macs":
+                each, total = _macs(model, batch)
+                rest = total - sum(each)
+            else:
+                each, total = _milliseconds(model, batch)
+                rest = total - sum(each)  # the largest granularity's stays
+        by_granularity.append(each)
+    return [list(costs) for costs in zip(*by_granularity, strict=True)], rest
+
+
+def choose(
+    model: nn.Module, budget: float, unit: Unit = "parameters", batch: Any = None
+) -> list[int]:
+    """The Mix'n'Match granularities for a budget of the whole model.
+
+    Args:
+        model: nested in "ffn", "heads" or both.
+        budget: for everything: at most so many parameters, multiply-adds or milliseconds.
+        unit: as for `layer_costs`.
+        batch: as for `layer_costs`.
+
+    Raises:
+        ValueError: if the smallest submodel exceeds the budget.
+    """
+    costs, rest = layer_costs(model, unit, batch)
+    smallest = rest + sum(layer[0] for layer in costs)
+    if budget < smallest:
+        raise ValueError(
+            f"the budget of {budget:,.6g} {unit} is below the smallest submodel's {smallest:,.6g}"
+        )
+    return mix_and_match(costs, budget - rest)
+
+
+def _parameters(layer: NestedLayer) -> tuple[int, int]:
+    """Parameters of the sliced children: in use, and not in use."""
+    in_use = full = 0
+    for child in layer.slices().values():
+        for name, parameter in child.named_parameters(recurse=False):
+            axis = child.axis(name)
+            kept = sum(stop - start for start, stop in child.runs)
+            rows = parameter.shape[axis] if axis is not None else 1
+            full += parameter.numel()
+            in_use += parameter.numel() // rows * (kept if axis is not None else 1)
+    return in_use, full - in_use
+
+
+def _macs(model: nn.Module, batch: Any) -> tuple[list[float], float]:
+    """Of each nested layer and of the model, counted on the meta device."""
+    shadow = copy.deepcopy(model).to("meta").eval().requires_grad_(False)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        call(shadow, to_device(batch, "meta"))
+    counts = counter.get_flop_counts()
+    root = type(model).__name__
+    each: list[float] = []
+    for layer in nesting_of(model).layers:
+        # an attention's products count too; a feed-forward network may be part of its block
+        paths = [""] if layer.axis == "heads" else [f".{path}" for path in layer.slices()]
+        name = f"{root}.{layer.name}" if layer.name else root
+        each.append(sum(sum(counts[name + path].values()) for path in paths) // 2)
+    return each, counter.get_total_flops() // 2
+
+
+@torch.no_grad()
+def _milliseconds(model: nn.Module, batch: Any) -> tuple[list[float], float]:
+    """Of each nested layer's module and of the model: the median of several passes."""
+    layers = nesting_of(model).layers
+    device = next(model.parameters()).device
+    seconds: list[list[float]] = [[] for _ in layers]
+    begun: dict[int, float] = {}
+    hooks = []
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    for place, layer in enumerate(layers):
+        first, last = _ends(layer)
+        hooks += [
+            first.register_forward_pre_hook(lambda *_, place=place: begun.update({place: now()})),
+            last.register_forward_hook(
+                lambda *_, place=place: seconds[place].append(now() - begun[place])
+            ),
+        ]
+    training = model.training
+    model.eval()
+    totals = []
+    try:
+        for _ in range(REPEATS + 1):
+            start = now()
+            call(model, to_device(batch, device))
+            totals.append(now() - start)
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    median = statistics.median
+    return [1e3 * median(times[1:]) for times in seconds], 1e3 * median(totals[1:])
+
+
+def _ends(layer: NestedLayer) -> tuple[nn.Module, nn.Module]:
+    """Between which modules a layer's time is taken: its first and last child, or itself."""
+    if layer.axis == "heads":
+        return layer.module, layer.module
+    children = list(layer.slices().values())
+    return children[0], children[-1]

@@ -1,0 +1,206 @@
+"""How important neurons, heads and blocks are, and their order by it.
+
+Trained from scratch, nested neurons sort themselves (MatFormer, arXiv 2310.07707). Those of a
+pre-trained model are in no order, and nesting it as it stands destroys it. Permuting hidden neurons
+(or whole heads, with the key/value head they share) changes nothing about the function, so they are
+sorted by importance first, as DynaBERT (arXiv 2004.04037) and Minitron (arXiv 2407.14679) do.
+
+Neuron j with activation a_j is as important as what it adds to the output is large:
+
+    s_j = √E[a_j²] · ‖column j of the down projection‖
+
+and a head, or a group of them, is the root of the sum of s_j² over its columns of the output
+projection. A block's importance is 1 - E[cos(input, output)] (ShortGPT, arXiv 2403.03853).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from lightning_modules.backbones import call
+from lightning_modules.layouts import Cut, Layer, attentions, feed_forwards
+from lightning_modules.matformer.nest import NestedLayer, granularity
+
+Scores = dict[str, dict[str, Tensor]]
+
+
+@torch.no_grad()
+def importance(
+    model: nn.Module, batches: Iterable[Any], part: str | Sequence[str] | None = None
+) -> Scores:
+    """The importance of every unit, measured on data in evaluation mode.
+
+    Args:
+        model: nested or not; it is measured at its largest granularity.
+        batches: what the model takes: tensors, tuples, or dicts of keyword arguments. Tokens that
+            a dict's `attention_mask` marks 0 do not count.
+        part: "ffn", "heads", "depth" or several; those in which the model is nested when None, and
+            "ffn" when it is not.
+
+    Returns:
+        By part and name of the layer: (units,) in float64.
+
+    Raises:
+        ValueError: if there is no batch, or "depth" is asked of a model that is not nested in it.
+    """
+    layers = _layers(model, part)
+    stacks = [x for x in _nested(model) if x.axis == "depth" and "depth" in layers]
+    sums = {(axis, x.name): torch.zeros(()) for axis, found in layers.items() for x in found}
+    sums |= {("depth", stack.name): torch.zeros(len(stack.module)) for stack in stacks}  # type: ignore[arg-type]
+    tokens = dict.fromkeys(sums, 0.0)
+    weight: Tensor | None = None
+    hooks = []
+
+    def squares(key: tuple[str, str]) -> Any:
+        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            values, counted = _flat(args[0], weight)
+            sums[key] = sums[key].to(values.device) + (values.double().square() * counted).sum(0)
+            tokens[key] += counted.sum().item()
+
+        return hook
+
+    def turned(key: tuple[str, str], place: int) -> Any:
+        def hook(_: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+            given = args[0] if args else kwargs["hidden_states"]
+            values, counted = _flat(given, weight)
+            cosine = F.cosine_similarity(values.double(), output.reshape(values.shape).double(), -1)
+            sums[key] = sums[key].to(values.device, torch.float64)
+            sums[key][place] += ((1 - cosine) * counted[:, 0]).sum()
+            tokens[key] += counted.sum().item() / len(sums[key])
+
+        return hook
+
+    for axis, found in layers.items():
+        for layer in found:
+            reducing = layer.module.get_submodule(layer.reducing.path)
+            hooks.append(reducing.register_forward_pre_hook(squares((axis, layer.name))))
+    for stack in stacks:
+        for place, block in enumerate(stack.module.children()):
+            hook = turned(("depth", stack.name), place)
+            hooks.append(block.register_forward_hook(hook, with_kwargs=True))
+    training = model.training
+    model.eval()
+    try:
+        with _largest(model):
+            for batch in batches:
+                weight = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+                call(model, batch)
+    finally:
+        model.train(training)
+        for handle in hooks:
+            handle.remove()
+    if not all(tokens.values()):
+        raise ValueError("importance needs at least one batch that reaches every layer; got none")
+    scores: Scores = {axis: {} for axis in layers}
+    for axis, found in layers.items():
+        for layer in found:
+            mean = sums[axis, layer.name] / tokens[axis, layer.name]
+            scores[axis][layer.name] = _of_units(layer, mean)
+    for stack in stacks:
+        key = ("depth", stack.name)
+        scores["depth"][stack.name] = sums[key] / tokens[key]
+    return scores
+
+
+@torch.no_grad()
+def reorder(model: nn.Module, scores: Scores) -> nn.Module:
+    """Sort neurons, heads or groups by falling importance, in place; the function stays the same.
+
+    Blocks cannot change places: for "depth" of a nested model, the scores say which are skipped
+    first instead; the first block always stays.
+
+    Args:
+        model: nested or not.
+        scores: of `importance`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: before anything is changed, if the scores do not fit the model's layers.
+    """
+    moves: list[tuple[Layer, Tensor]] = []
+    for axis, found in _layers(model, tuple(scores)).items():
+        for layer in found:
+            values = scores[axis].get(layer.name)
+            if values is None or values.shape != (layer.units,):
+                raise ValueError(
+                    f"the scores of {layer.name} are {None if values is None else values.shape}: "
+                    f"expected one for each of its {layer.units} units"
+                )
+            moves.append((layer, values.argsort(descending=True, stable=True)))
+    for layer, order in moves:
+        for cut in layer.cuts:
+            _permute(layer.module.get_submodule(cut.path), cut, order)
+    for stack in (x for x in _nested(model) if x.axis == "depth" and "depth" in scores):
+        values = scores["depth"][stack.name].clone()
+        values[0] = torch.inf  # a decoder finds the length of its cache in the first block
+        falling = values.argsort(descending=True, stable=True).tolist()
+        stack.kept = tuple(tuple(sorted(falling[:width])) for width in stack.widths)
+        stack.select(stack.granularity)
+    return model
+
+
+def _nested(model: nn.Module) -> list[NestedLayer]:
+    nesting = getattr(model, "nesting", None)
+    return nesting.layers if nesting else []
+
+
+def _layers(model: nn.Module, part: str | Sequence[str] | None) -> dict[str, Sequence[Layer]]:
+    nested = _nested(model)
+    axes = tuple(dict.fromkeys(layer.axis for layer in nested))
+    wanted = (part,) if isinstance(part, str) else part or axes or ("ffn",)
+    layers: dict[str, Sequence[Layer]] = {}
+    for axis in wanted:
+        if axis in axes:
+            layers[axis] = [x.layer for x in nested if x.axis == axis and x.layer]
+        elif axis == "ffn":
+            layers[axis] = feed_forwards(model)
+        elif axis == "heads":
+            found = attentions(model)
+            for layer in found:
+                if layer.layout.fixed:
+                    raise ValueError(f"the heads of {layer.name} stay: {layer.layout.fixed}")
+            layers[axis] = found
+        else:
+            raise ValueError(
+                f"part {axis!r}: expected 'ffn', 'heads', or an axis of a nested model"
+            )
+    return layers
+
+
+def _largest(model: nn.Module) -> Any:
+    nested = _nested(model)
+    return granularity(model, len(nested[0].widths) - 1) if nested else nullcontext()
+
+
+def _flat(values: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Vectors (tokens, features), and (tokens, 1) of 1 or, where the mask says so, 0."""
+    counted = torch.ones(values.shape[:-1], device=values.device, dtype=torch.float64)
+    if weight is not None and weight.numel() == counted.numel():
+        counted = weight.to(counted).reshape(counted.shape)
+    return values.reshape(-1, values.shape[-1]), counted.reshape(-1, 1)
+
+
+def _of_units(layer: Layer, mean_squares: Tensor) -> Tensor:
+    cut = layer.reducing
+    child: Any = layer.module.get_submodule(cut.path)
+    columns = child.weight.double().square().sum(1 if isinstance(child, Conv1D) else 0)
+    contributions = (mean_squares * columns)[cut.indices(torch.arange(cut.units))]
+    return contributions.view(cut.units, -1).sum(1).sqrt().cpu()
+
+
+def _permute(child: Any, cut: Cut, order: Tensor) -> None:
+    for parameter in child.parameters(recurse=False):
+        if parameter.ndim == 1 and cut.dim == 1:
+            continue  # the bias of a reducing layer
+        axis = 0 if parameter.ndim == 1 else cut.dim ^ isinstance(child, Conv1D)
+        index = torch.arange(parameter.shape[axis], device=parameter.device)
+        units = torch.arange(cut.units, device=parameter.device)
+        index[cut.indices(units)] = cut.indices(order.to(parameter.device))
+        parameter.copy_(parameter.index_select(axis, index))
