@@ -153,4 +153,4 @@ def drafter(model: Any, draft: Any, layers: int | None, shared: KVCache | None) 
             f"the draft {draft!r} is larger than the verifier: {name} is set to granularity "
             f"{verifies} and would draft at {index}; set_granularity(model, …) to a larger one"
         )
-    return Reader(model, shared if nesting.part == "ffn" else None, draft, layers)
+    return Reader(model, shared if set(nesting.axes) == {"ffn"} else None, draft, layers)

@@ -48,7 +48,9 @@ def freeze_idle_tail(optimizer: Optimizer, model: nn.Module) -> None:
         in_use = _partly_in_use(model)
         for group in list(optimizer.param_groups):
             groups.append((group, group["params"]))
-            kept, dense, strided = [], [], []
+            kept: list[nn.Parameter] = []
+            dense: list[nn.Parameter] = []
+            strided: list[nn.Parameter] = []
             for parameter in group["params"]:
                 if parameter not in in_use or parameter.grad is None:
                     kept.append(parameter)

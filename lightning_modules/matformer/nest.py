@@ -434,8 +434,8 @@ def _describe_depth(model: nn.Module, fractions: Sequence[float]) -> NestedLayer
             "such blocks are BLOCKS in lightning_modules/layout_table.py"
         )
     name, stack = stacks[0]
-    widths = _whole(name, fractions, len(stack), "blocks")  # type: ignore[arg-type]
-    remaining = list(range(len(stack)))  # type: ignore[arg-type]
+    widths = _whole(name, fractions, len(stack), "blocks")
+    remaining = list(range(len(stack)))
     kept = []
     for width in reversed(widths):  # nested: each picks evenly from the next larger one
         last = max(width - 1, 1)

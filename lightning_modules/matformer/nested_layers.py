@@ -30,8 +30,10 @@ class Nested(nn.Module):
 
     def select(self, units: int) -> None:
         """Use the first so many units from now on."""
-        length = self.weight.shape[self.axis("weight")]
-        kept, position = [], 0
+        weight: Any = self.weight
+        length: int = weight.shape[self.axis("weight")]
+        kept: list[tuple[int, int]] = []
+        position = 0
         for start, size in sorted(self.cut.parts):
             kept += [(position, start), (start, start + units * size)]
             position = start + self.cut.units * size
@@ -117,7 +119,7 @@ class NestedConv1D(Nested, Conv1D):
 class NestedLayerNorm(Nested, nn.LayerNorm):
     """Layer normalisation over the first units."""
 
-    plain_class = nn.LayerNorm
+    plain_class: type[nn.Module] = nn.LayerNorm
 
     def select(self, units: int) -> None:
         start, size = self.cut.parts[0]
