@@ -156,38 +156,40 @@ def bleu(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> float:
 
 
 def nist(outputs: Sequence[str], references: Sequence[Sequence[str]], max_ngram: int = 5) -> float:
-    """NIST (Doddington 2002) over the corpus, as the official scorer's pymteval defines it.
+    """NIST (Doddington 2002) over the corpus, as mteval-v13a defines it.
 
-    Σ_n (Σ over hits of info(w_1…w_n)) / (Σ over outputs of length − n + 1), times the brevity
-    penalty exp(−β ln²(L_out / L_ref)) for L_out < L_ref, which is 0.5 at 2/3. info(w_1…w_n) =
-    log2(count(w_1…w_{n−1}) / count(w_1…w_n)) with counts over all references; L_ref sums each
-    input's mean reference length. Hits are clipped by the most that one reference has.
+    Σ_n (Σ over hits of info(w_1…w_n)) / (Σ over outputs of max(length − n + 1, 0)), times the
+    length penalty exp(−β ln²(L_out / L_ref)) for L_out < L_ref, which is 0.5 at 2/3.
+    info(w_1…w_n) = log2(count(w_1…w_{n−1}) / count(w_1…w_n)) with counts over all references. Hits
+    are clipped by the most that one reference has. L_ref is the tokens of all references over the
+    number of references an input has; where inputs differ in that, over its mean, so that
+    L_ref = inputs · (tokens of all references / all references).
     """
     check(outputs, references)
     counts: Counter[tuple[str, ...]] = Counter()
     hits: list[Counter[tuple[str, ...]]] = [Counter() for _ in range(max_ngram)]
     lengths = [0] * max_ngram
-    reference_length = 0.0
     for output, texts in zip(outputs, references, strict=True):
         tokens = mteval_tokens(output)
         reference_tokens = [mteval_tokens(text) for text in texts]
-        reference_length += sum(map(len, reference_tokens)) / len(texts)
         counts[()] += sum(map(len, reference_tokens))
         for n in range(1, max_ngram + 1):
             most: Counter[tuple[str, ...]] = Counter()
             for each in reference_tokens:
-                own = _ngrams(each, n)
-                counts.update(own)
-                most |= own
+                ngrams = _ngrams(each, n)
+                counts.update(ngrams)
+                most |= ngrams
             hits[n - 1].update(_ngrams(tokens, n) & most)
-            lengths[n - 1] += len(tokens) - n + 1
+            lengths[n - 1] += max(len(tokens) - n + 1, 0)
     total = 0.0
-    for found, length in zip(hits, lengths, strict=True):
+    for matched, length in zip(hits, lengths, strict=True):
         information = sum(
-            times * math.log2(counts[ngram[:-1]] / counts[ngram]) for ngram, times in found.items()
+            times * math.log2(counts[ngram[:-1]] / counts[ngram])
+            for ngram, times in matched.items()
         )
-        total += information / length if length > 0 else 0.0
-    ratio = lengths[0] / reference_length if reference_length else 0.0
+        total += information / max(length, 1)
+    references_each = sum(map(len, references)) / len(references)
+    ratio = lengths[0] * references_each / counts[()] if counts[()] else 0.0
     if ratio <= 0:
         return 0.0
     beta = math.log(2) / math.log(1.5) ** 2
