@@ -9,7 +9,10 @@ from datamodules.digits import DigitsData
 from datamodules.domains import DomainData
 from datamodules.e2e import E2EData
 from datamodules.glue import GLUEData
+from datamodules.grounding import GroundingData
 from datamodules.image_folders import ImageFolderData
+from datamodules.image_text import CaptionData
+from datamodules.image_text_tasks import EntailmentData, VQAData
 from datamodules.imagenet import ImageNetData
 from datamodules.instructions import InstructionData
 from datamodules.reviews import ReviewData
@@ -20,12 +23,15 @@ from datamodules.torchvision_sets import TorchvisionData
 
 __all__ = [
     "CUBData",
+    "CaptionData",
     "CorpusData",
     "DetectionData",
     "DigitsData",
     "DomainData",
     "E2EData",
+    "EntailmentData",
     "GLUEData",
+    "GroundingData",
     "ImageFolderData",
     "ImageNetData",
     "InstructionData",
@@ -34,4 +40,5 @@ __all__ = [
     "TextData",
     "TextToTextData",
     "TorchvisionData",
+    "VQAData",
 ]

@@ -65,33 +65,6 @@ def matching_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(precise(logits), labels, ignore_index=IGNORED)
 
 
-def mask_tokens(
-    ids: Tensor, special: Tensor, mask_id: int, vocabulary: int, probability: float = 0.15
-) -> tuple[Tensor, Tensor]:
-    """Hide tokens as BERT does: of the chosen 80 % [MASK], 10 % a random token, 10 % as they are.
-
-    Args:
-        ids: tokens (B, L).
-        special: which of them are never chosen, (B, L).
-        mask_id: the id of [MASK].
-        vocabulary: size of the vocabulary.
-        probability: of each token to be chosen.
-
-    Returns:
-        The tokens to read (B, L), and labels (B, L) that are `IGNORED` where nothing was chosen.
-    """
-
-    def chance() -> Tensor:
-        return torch.rand(ids.shape, device=ids.device)
-
-    chosen = (chance() < probability) & ~special
-    labels = ids.masked_fill(~chosen, IGNORED)
-    fate = chance()
-    masked = ids.masked_fill(chosen & (fate < 0.8), mask_id)
-    random_ids = torch.randint_like(ids, vocabulary)
-    return torch.where(chosen & (fate >= 0.9), random_ids, masked), labels
-
-
 def distilled_cross_entropy(
     logits: Tensor, labels: Tensor, logits_m: Tensor | None, alpha: float
 ) -> Tensor:

@@ -11,7 +11,6 @@ from lightning_modules.albef.losses import (
     contrastive_targets,
     distilled_cross_entropy,
     draw_negatives,
-    mask_tokens,
     matching_labels,
     matching_loss,
     mean_or_zero,
@@ -78,19 +77,3 @@ def test_a_batch_of_one_id_has_no_negatives():
     logits = random(9, 2)
     expected = -logits[:3].log_softmax(1)[:, 1].mean()
     assert matching_loss(logits, labels).item() == pytest.approx(expected.item())
-
-
-def test_masking_as_bert_does():
-    torch.manual_seed(0)
-    ids = torch.full((200, 100), 7)
-    special = torch.zeros_like(ids, dtype=torch.bool)
-    special[:, 0] = True
-    masked, labels = mask_tokens(ids, special, mask_id=3, vocabulary=1000)
-    chosen = labels != IGNORED
-    assert (labels[chosen] == 7).all() and not chosen[:, 0].any()
-    assert (masked[~chosen] == 7).all()
-    assert chosen[:, 1:].double().mean().item() == pytest.approx(0.15, abs=0.01)
-    shares = [(masked[chosen] == 3), (masked[chosen] == 7)]
-    hidden, kept = (share.double().mean().item() for share in shares)
-    assert hidden == pytest.approx(0.8, abs=0.03) and kept == pytest.approx(0.1, abs=0.02)
-    assert len(masked[chosen].unique()) > 100

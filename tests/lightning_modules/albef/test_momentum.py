@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from lightning_modules.albef.alignment import Pairs, align, fuse_pairs, masked_token_loss
-from lightning_modules.albef.losses import mask_tokens, matching_loss
+from lightning_modules.albef.losses import matching_loss
 from lightning_modules.albef.momentum import NO_ID, Momentum, Queue, check_queue
+from lightning_modules.self_distillation.masked_text import mask_tokens
 from tests.lightning_modules.albef.test_model import small, tokens
 
 
@@ -84,8 +85,7 @@ def losses(model, momentum, queue, pairs):
     aligned = align(model, momentum, queue, pairs, alpha=0.4)
     fused, labels = fuse_pairs(model, aligned, pairs.mask)
     matching = matching_loss(model.match(fused), labels)
-    special = (pairs.mask == 0) | (pairs.ids == 2)
-    ids, hidden = mask_tokens(pairs.ids, special, 4, 50, probability=0.5)
+    ids, hidden = mask_tokens(pairs.ids, pairs.mask, 4, [2], 50, probability=0.5)
     states = model.masked_states(ids, pairs.mask, aligned.image)
     with torch.no_grad():
         states_m = momentum.model.masked_states(ids, pairs.mask, aligned.image_m)

@@ -1,0 +1,131 @@
+"""Lists of pictures and what is said of them, and which of the pictures can be read.
+
+ALBEF's json (`[{"image": …, "caption": text or list of texts}, …]`: COCO, Flickr30k, SBU,
+Conceptual Captions), a csv or text file with the columns image and caption (Flickr8k), and
+Flickr8k's `name.jpg#0<tab>caption`.
+"""
+
+import csv
+import json
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from PIL import Image
+
+log = logging.getLogger(__name__)
+BadImages = Literal["refuse", "skip"]
+
+
+@dataclass(frozen=True)
+class Captioned:
+    """An image's path as its list has it, and what is said of it."""
+
+    image: str
+    captions: tuple[str, ...]
+
+
+def plain(text: str) -> str:
+    """Lower case, without punctuation; hyphens and slashes are spaces (ALBEF's)."""
+    text = re.sub(r"[,.'!?\"()*#:;~]", "", text.lower()).replace("<person>", "person")
+    return " ".join(re.sub(r"[-/]", " ", text).split())
+
+
+def read_captions(file: Path) -> list[Captioned]:
+    """A list of captions, one entry for each image, in the order of the file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is of no known form, or names no images.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{file} is missing, expected a list of images and captions: correct --data.files."
+        )
+    captions: dict[str, list[str]] = {}
+    for image, caption in _pairs(file):
+        captions.setdefault(image, []).extend([caption] if isinstance(caption, str) else caption)
+    if not captions:
+        raise ValueError(f"{file} has no captions, expected one image or more with a text.")
+    return [Captioned(image, tuple(texts)) for image, texts in captions.items()]
+
+
+def _pairs(file: Path) -> list[tuple[str, str | list[str]]]:
+    if file.suffix == ".json":
+        entries = read_json(file)
+        for place, entry in enumerate(entries):
+            if not isinstance(entry, dict) or "image" not in entry or "caption" not in entry:
+                raise ValueError(
+                    f'{file}, entry {place} is {str(entry)[:60]!r}, expected one with "image" and '
+                    '"caption": a caption list without images cannot be paired.'
+                )
+        return [(entry["image"], entry["caption"]) for entry in entries]
+    text = file.read_text(encoding="utf-8")
+    if "#0\t" in text[:1000]:
+        lines = [line.partition("\t") for line in text.splitlines() if line]
+        return [(name.rpartition("#")[0], caption) for name, _, caption in lines]
+    rows = csv.DictReader(text.splitlines())
+    if not {"image", "caption"} <= set(rows.fieldnames or ()):
+        raise ValueError(
+            f"{file} has the columns {', '.join(rows.fieldnames or ['none'])}, expected image and "
+            "caption: a caption list without images cannot be paired."
+        )
+    return [(row["image"], row["caption"]) for row in rows]
+
+
+def read_json(file: Path) -> Any:
+    """A json file's content.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no json.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing, expected a json list: correct --data.files.")
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{file} is no readable json ({error}): fetch or write it again."
+        ) from error
+
+
+def usable(images: Sequence[Path], bad: BadImages) -> list[bool]:
+    """Which of the images are there and begin as an image does.
+
+    Args:
+        images: files; each is looked at once.
+        bad: "refuse" raises for the first that is not; "skip" counts and names them in the log.
+
+    Raises:
+        FileNotFoundError: a file is missing and is not to be skipped.
+        ValueError: a file is no image and is not to be skipped; or none is left.
+    """
+    reasons = {file: _fault(file) for file in dict.fromkeys(images)}
+    faults = {file: reason for file, reason in reasons.items() if reason}
+    if faults and (bad == "refuse" or len(faults) == len(reasons)):
+        file, reason = next(iter(faults.items()))
+        kind = FileNotFoundError if reason == "missing" else ValueError
+        raise kind(
+            f"{len(faults)} of {len(reasons)} images cannot be read: {file} is {reason}; put them "
+            "there, correct --data.images, or set --data.bad_images skip to leave out single ones."
+        )
+    if faults:
+        shown = ", ".join(f"{file} ({reason})" for file, reason in list(faults.items())[:5])
+        more = ", …" if len(faults) > 5 else ""
+        log.warning("%d of %d images left out: %s%s", len(faults), len(reasons), shown, more)
+    return [not reasons[file] for file in images]
+
+
+def _fault(file: Path) -> str:
+    if not file.is_file():
+        return "missing"
+    try:
+        with Image.open(file) as image:
+            image.verify()
+    except Exception as error:  # whatever a decoder stumbles over
+        return f"unreadable ({type(error).__name__})"
+    return ""

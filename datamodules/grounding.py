@@ -1,0 +1,125 @@
+"""Pictures with phrases that mean one thing in them: RefCOCO+."""
+
+import io
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from datamodules.captions import Captioned, read_json
+from datamodules.image_text import CaptionData
+
+
+@dataclass(frozen=True)
+class Referred:
+    """An image of (height, width), a phrase, the box that it means and boxes to choose from.
+
+    Boxes are COCO's (x, y, width, height), in pixels.
+    """
+
+    image: str
+    text: str
+    box: tuple[float, ...]
+    candidates: tuple[tuple[float, ...], ...]
+    size: tuple[int, int]
+
+
+class GroundingData(CaptionData):
+    """RefCOCO+: which of the boxes does the phrase mean?
+
+    It is trained on images with phrases, as `CaptionData` gives them, without boxes. Reads ALBEF's
+    refcoco+_{train,val,test}.json (`image`, `text`, and to evaluate `ref_id`), and to evaluate
+    refcoco+/refs(unc).p, instances.json and dets.json (image id → boxes). Evaluated are batches of
+    one phrase: a dict with `images` (1, 3, S, S), `input_ids`, `attention_mask`, `box` (4,),
+    `candidates` (K, 4), `size` (2,), and `labels` (1,), its place.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.eval_batch_size = 1  # images have different numbers of boxes
+
+    def read(self, part: str) -> list:
+        files = self.list_files(part, f"refcoco+_{part}.json")
+        rows = [entry for file in files for entry in read_json(file)]
+        if part == "train":
+            texts: dict[str, list[str]] = {}
+            for row in rows:
+                texts.setdefault(row["image"], []).append(row["text"])
+            return [Captioned(image, tuple(said)) for image, said in texts.items()][: self.limit]
+        folder = self.folder / "refcoco+"
+        refs = {ref["ref_id"]: ref for ref in read_refs(folder / "refs(unc).p")}
+        instances, boxes = read_json(folder / "instances.json"), read_json(folder / "dets.json")
+        annotations = {entry["id"]: entry for entry in instances["annotations"]}
+        images = {entry["id"]: entry for entry in instances["images"]}
+        entries = []
+        for row in rows:
+            if row["ref_id"] not in refs:
+                raise ValueError(
+                    f"ref_id {row['ref_id']} of {files[0]} is not in {folder / 'refs(unc).p'}: "
+                    "give files of one version of RefCOCO+."
+                )
+            ref = refs[row["ref_id"]]
+            image = images[ref["image_id"]]
+            candidates = tuple(tuple(box[:4]) for box in boxes[str(ref["image_id"])])
+            box = tuple(annotations[ref["ann_id"]]["bbox"])
+            size = (image["height"], image["width"])
+            entries.append(Referred(row["image"], row["text"], box, candidates, size))
+        return entries
+
+    def samples(self, part: str) -> Dataset:
+        if part == "train":
+            return super().samples(part)
+        return GroundingSet(self, self.entries(part))
+
+
+class GroundingSet(Dataset):
+    """See `GroundingData`."""
+
+    def __init__(self, data: GroundingData, entries: list[Referred]) -> None:
+        self.data, self.entries = data, entries
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        image = self.data.picture(self.entries[place].image, training=False)
+        return {"image": image, "entry": self.entries[place], "labels": place}
+
+    def collate(self, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """A batch of one, see `GroundingData`."""
+        [sample] = samples
+        entry = sample["entry"]
+        return {
+            "images": sample["image"][None],
+            "labels": torch.tensor([sample["labels"]]),
+            "box": torch.tensor(entry.box, dtype=torch.float32),
+            "candidates": torch.tensor(entry.candidates, dtype=torch.float32),
+            "size": torch.tensor(entry.size),
+            **self.data.tokens([entry.text]),
+        }
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def read_refs(file: Path) -> list[dict[str, Any]]:
+    """REFER's references, a pickle of plain lists and dicts; anything else in it is refused.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no such pickle.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing, expected REFER's references there.")
+    try:
+        return _PlainUnpickler(io.BytesIO(file.read_bytes())).load()
+    except Exception as error:  # whatever an unpickler stumbles over
+        raise ValueError(
+            f"{file} is no pickle of plain lists ({error}): fetch RefCOCO+'s own file again."
+        ) from error

@@ -1,0 +1,257 @@
+"""Pictures with sentences: what all their data have in common, and captions."""
+
+import csv
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from PIL import Image
+from timm.data.auto_augment import RandAugment, rand_augment_ops
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision.transforms import v2
+
+from datamodules.captions import BadImages, Captioned, plain, read_captions, usable
+from datamodules.loading import PartsData, data_folder, hold_out
+from datamodules.shapes import write
+from datamodules.tokens import filling, load_tokenizer, pad
+
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+# ALBEF's RandAugment: nothing that changes colours
+AUGMENTATIONS = [
+    *("AutoContrast", "Equalize", "BrightnessIncreasing", "SharpnessIncreasing", "Rotate"),
+    *("ShearX", "ShearY", "TranslateXRel", "TranslateYRel"),
+]
+
+
+class ImageTextData(PartsData):
+    """Where pictures and lists lie, how pictures are made and which tokenizer reads the texts.
+
+    Args:
+        root: the folder of the data; `folder_name` in $RECIPES_DATA when None.
+        source: "folder" reads `root`; "generated" writes coloured shapes and reads them.
+        files: part → list files, relative to root; what the class knows of when None.
+        images: the folder that the lists' paths begin in, relative to root.
+        bad_images: "refuse" or "skip" what is missing or unreadable; skipped ones are counted and
+            named in the log.
+        tokenizer: transformers' name of one, or a folder; root/tokenizer when None.
+        max_length: tokens of a text, with the special ones.
+        image_size: side of the square that pictures become, in pixels.
+        min_crop: training crops keep at least this share of a picture; 1 leaves it whole.
+        hflip: chance of mirroring a training picture (0 where captions say left and right).
+        augment: RandAugment without colours, two operations of magnitude 7.
+        mean: of the pixel values (0 to 1), per channel.
+        std: likewise.
+        generate: of the generated set: "train", "val", "test" (pictures), "size" (pixels), "seed".
+        **kwargs: see `PartsData`.
+    """
+
+    folder_name = "."
+
+    def __init__(
+        self,
+        root: str | None = None,
+        source: Literal["folder", "generated"] = "folder",
+        files: dict[str, list[str]] | None = None,
+        images: str = "",
+        bad_images: BadImages = "refuse",
+        tokenizer: str | None = None,
+        max_length: int = 30,
+        image_size: int = 384,
+        batch_size: int = 32,
+        min_crop: float = 0.5,
+        hflip: float = 0.5,
+        augment: bool = True,
+        mean: tuple[float, float, float] = CLIP_MEAN,
+        std: tuple[float, float, float] = CLIP_STD,
+        generate: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(batch_size=batch_size, **kwargs)
+        if bad_images not in ("refuse", "skip"):
+            raise ValueError(f"bad_images is {bad_images!r}, expected refuse or skip.")
+        if source not in ("folder", "generated"):
+            raise ValueError(f"source is {source!r}, expected folder or generated.")
+        self.root, self.source, self.generate = root, source, generate or {}
+        self.files, self.images, self.bad_images = files, images, bad_images
+        self.tokenizer_name, self.max_length = tokenizer, max_length
+        self.image_size, self.min_crop, self.hflip, self.augment = (
+            image_size,
+            min_crop,
+            hflip,
+            augment,
+        )
+        self.mean, self.std = tuple(mean), tuple(std)
+        self._scratch: tempfile.TemporaryDirectory | None = None
+        self._tokenizer: Any = None
+        self._parts: dict[str, list] = {}
+
+    @property
+    def folder(self) -> Path:
+        """Where the data lie; generated ones are written when this is first asked for."""
+        if self.source == "folder":
+            return data_folder(self.root, self.folder_name)
+        if self._scratch is None:
+            self._scratch = tempfile.TemporaryDirectory()  # goes when this object does
+            write(self._scratch.name, **self.generate)
+        return Path(self._scratch.name)
+
+    @property
+    def tokenizer(self) -> Any:
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.tokenizer_name or str(self.folder / "tokenizer"))
+        return self._tokenizer
+
+    def entries(self, part: str) -> list:
+        """What the lists of a part say, one entry a sample, in order; read once."""
+        part = "test" if part == "predict" else part
+        if part not in self._parts:
+            entries = self.read(part)
+            keep = usable([self.path(entry.image) for entry in entries], self.bad_images)
+            self._parts[part] = [entry for entry, fit in zip(entries, keep, strict=True) if fit]
+        return self._parts[part]
+
+    def read(self, part: str) -> list:
+        """What the lists of a part say; each entry has `image`."""
+        raise NotImplementedError
+
+    def list_files(self, part: str, default: str) -> list[Path]:
+        """The list files of a part: those of `files`, else the default."""
+        names = (self.files or {}).get(part, [default])
+        return [self.folder / name for name in names]
+
+    def path(self, image: str) -> Path:
+        """Where an image of a list lies."""
+        return self.folder / self.images / image
+
+    def members(self, part: str) -> tuple[list[str], bool]:
+        """See `PartsData.members`."""
+        return [repr(entry) for entry in self.entries(part)], False
+
+    def picture(self, image: str, training: bool) -> Tensor:
+        """An image as the model takes it, (3, S, S).
+
+        Raises:
+            ValueError: it cannot be decoded.
+        """
+        file = self.path(image)
+        try:
+            picture = Image.open(file).convert("RGB")
+        except OSError as error:
+            raise ValueError(
+                f"{file} cannot be decoded ({error}): fetch it again, or take it off the list."
+            ) from error
+        return self.transform(training)(picture)
+
+    def transform(self, training: bool) -> v2.Compose:
+        """From a PIL image to (3, S, S)."""
+        size, bicubic = (self.image_size, self.image_size), v2.InterpolationMode.BICUBIC
+        steps: list[Any] = [v2.Resize(size, bicubic)]
+        if training and self.min_crop < 1:
+            steps = [v2.RandomResizedCrop(size, (self.min_crop, 1.0), interpolation=bicubic)]
+        if training:
+            steps.append(v2.RandomHorizontalFlip(self.hflip))
+        if training and self.augment:
+            steps.append(RandAugment(rand_augment_ops(magnitude=7, transforms=AUGMENTATIONS)))
+        to_tensor = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
+        return v2.Compose([*steps, *to_tensor, v2.Normalize(list(self.mean), list(self.std))])
+
+    def tokens(self, texts: Sequence[str]) -> dict[str, Tensor]:
+        """Texts as one padded batch: `input_ids` and `attention_mask`, (T, L)."""
+        rows = [
+            {key: encoded[key] for key in ("input_ids", "attention_mask")}
+            for encoded in (
+                self.tokenizer(plain(text), truncation=True, max_length=self.max_length)
+                for text in texts
+            )
+        ]
+        return pad(rows, filling(self.tokenizer))
+
+
+class CaptionData(ImageTextData):
+    """Images with captions, for pre-training and retrieval.
+
+    A training sample is one image with one of its captions; to evaluate, an image with all. A
+    batch: `images` (B, 3, S, S); `index` (B,), which image each is; `input_ids` and
+    `attention_mask` (T, L); `text_index` (T,), the image that each text is of; `labels` (B,), equal
+    to `index`, but -100 where a rank had to be filled up.
+
+    Without `files` it looks in root for ALBEF's retrieval_{train,val,test}.json, then for
+    captions.json, captions.csv or captions.txt, in parts by splits.csv (columns image, split), or
+    with `val_fraction` drawn for validation, which then serves as test.
+
+    Args:
+        val_fraction: of the images, where the data come in one part.
+        limit: use the first so many images of the training part; all when None.
+        **kwargs: see `ImageTextData`.
+    """
+
+    def __init__(self, val_fraction: float = 0.1, limit: int | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.val_fraction, self.limit = val_fraction, limit
+
+    def read(self, part: str) -> list[Captioned]:
+        if self.files or (self.folder / "retrieval_train.json").is_file():
+            files = self.list_files(part, f"retrieval_{part}.json")
+            entries = [entry for file in files for entry in read_captions(file)]
+        else:
+            entries = self._split(part)
+        return entries[: self.limit] if part == "train" else entries
+
+    def _split(self, part: str) -> list[Captioned]:
+        names = [f"captions.{ending}" for ending in ("json", "csv", "txt")]
+        file = next((self.folder / n for n in names if (self.folder / n).is_file()), None)
+        if file is None:
+            raise FileNotFoundError(
+                f"{self.folder} has none of retrieval_train.json, {', '.join(names)}, expected one "
+                "list of captions: name it with --data.files."
+            )
+        entries = read_captions(file)
+        splits = self.folder / "splits.csv"
+        if not splits.is_file():
+            kept, held = hold_out(entries, self.val_fraction, self.seed)
+            return kept if part == "train" else held
+        with splits.open(newline="", encoding="utf-8") as rows:
+            parts = {row["image"]: row["split"] for row in csv.DictReader(rows)}
+        return [entry for entry in entries if parts.get(entry.image) == part]
+
+    def path(self, image: str) -> Path:
+        folder = self.folder / self.images
+        return folder / image if (folder / image).is_file() else folder / "images" / image
+
+    def samples(self, part: str) -> Dataset:
+        return CaptionSet(self, self.entries(part), training=part == "train")
+
+
+class CaptionSet(Dataset):
+    """See `CaptionData`."""
+
+    def __init__(self, data: CaptionData, entries: list[Captioned], training: bool) -> None:
+        self.data, self.entries, self.training = data, entries, training
+        self.places = [
+            (index, captions)
+            for index, entry in enumerate(entries)
+            for captions in (zip(entry.captions) if training else [entry.captions])
+        ]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        index, captions = self.places[place]
+        image = self.data.picture(self.entries[index].image, self.training)
+        return {"image": image, "captions": captions, "labels": index, "index": index}
+
+    def collate(self, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """A batch, see `CaptionData`."""
+        texts = [text for sample in samples for text in sample["captions"]]
+        owners = [sample["labels"] for sample in samples for _ in sample["captions"]]
+        return {
+            "images": torch.stack([sample["image"] for sample in samples]),
+            "index": torch.tensor([sample["index"] for sample in samples]),
+            "labels": torch.tensor([sample["labels"] for sample in samples]),
+            "text_index": torch.tensor(owners),
+            **self.data.tokens(texts),
+        }

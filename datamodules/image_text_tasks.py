@@ -1,0 +1,233 @@
+"""Pictures with a sentence to judge (SNLI-VE) or a question to answer (VQA v2)."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from datamodules.captions import plain, read_json
+from datamodules.image_text import ImageTextData
+
+RELATIONS = ("contradiction", "neutral", "entailment")  # 0, 1, 2 as in ALBEF
+
+
+@dataclass(frozen=True)
+class Judged:
+    """An image, a hypothesis, and its label's place in `RELATIONS`."""
+
+    image: str
+    text: str
+    label: int
+
+
+class EntailmentData(ImageTextData):
+    """SNLI-VE: does the picture entail the sentence?
+
+    Reads ALBEF's ve_{train,dev,test}.json (`image` without ending, `sentence`, `label`) or the
+    official snli_ve_{train,dev,test}.jsonl (`Flickr30K_ID`, `sentence2`, `gold_label`). Batches:
+    `images`, `input_ids`, `attention_mask`, `labels` (B,).
+    """
+
+    @property
+    def num_classes(self) -> int:
+        return len(RELATIONS)
+
+    def read(self, part: str) -> list[Judged]:
+        official = [f"{stem}_{p}.{end}" for stem, end in (("ve", "json"), ("snli_ve", "jsonl"))
+                    for p in ((part,) if part != "val" else ("val", "dev"))]  # fmt: skip
+        default = next((n for n in official if (self.folder / n).is_file()), official[0])
+        entries = []
+        for file in self.list_files(part, default):
+            for entry in _lines(file) if file.suffix == ".jsonl" else read_json(file):
+                entries.append(self._judged(file, entry))
+        return entries
+
+    def _judged(self, file: Path, entry: dict[str, Any]) -> Judged:
+        image = str(entry.get("image", entry.get("Flickr30K_ID")))
+        text = entry.get("sentence", entry.get("sentence2"))
+        label = entry.get("label", entry.get("gold_label"))
+        if label not in RELATIONS or not isinstance(text, str):
+            raise ValueError(
+                f"{file} has the entry {str(entry)[:80]!r}, expected a sentence and a label of "
+                f"{', '.join(RELATIONS)}: remove or correct it."
+            )
+        if Path(image).suffix.lower() not in (".jpg", ".jpeg", ".png"):
+            png = self.path(f"{image}.png").is_file()
+            image += ".png" if png else ".jpg"
+        return Judged(image, text, RELATIONS.index(label))
+
+    def samples(self, part: str) -> Dataset:
+        return EntailmentSet(self, self.entries(part), training=part == "train")
+
+
+class EntailmentSet(Dataset):
+    """See `EntailmentData`."""
+
+    def __init__(self, data: EntailmentData, entries: list[Judged], training: bool) -> None:
+        self.data, self.entries, self.training = data, entries, training
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        entry = self.entries[place]
+        image = self.data.picture(entry.image, self.training)
+        return {"image": image, "text": entry.text, "labels": entry.label}
+
+    def collate(self, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """A batch, see `EntailmentData`."""
+        return {
+            "images": torch.stack([sample["image"] for sample in samples]),
+            "labels": torch.tensor([sample["labels"] for sample in samples]),
+            **self.data.tokens([sample["text"] for sample in samples]),
+        }
+
+
+@dataclass(frozen=True)
+class Asked:
+    """An image, a question with its number, and what people answered."""
+
+    image: str
+    question: str
+    number: int
+    answers: tuple[str, ...]
+
+
+class VQAData(ImageTextData):
+    """VQA v2: questions, ten answers to each, and a list of candidate answers.
+
+    Reads ALBEF's vqa_{train,val,test}.json (`question_id`, `question`, `image`, `answer`: a list,
+    or one text as in Visual Genome's) and answer_list.json. Batches: `images`, `input_ids`,
+    `attention_mask`; to train, for all answers of the batch behind each other, `answer_ids` and
+    `answer_mask` (S, A), `answer_row` (S,), the question of each, and `answer_weight` (S,), the
+    share of people who gave it; to evaluate, `candidate_ids` and `candidate_mask` (C, A), `scores`
+    (B, C), VQA's accuracy of each candidate, and `labels` (B,), the question's place, -100 where a
+    rank had to be filled up.
+
+    Args:
+        answer_list: file of the candidates, relative to root.
+        **kwargs: see `ImageTextData`.
+    """
+
+    def __init__(self, answer_list: str = "answer_list.json", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.answer_list = answer_list
+        self._candidates: list[str] = []
+
+    @property
+    def candidates(self) -> list[str]:
+        """The candidate answers.
+
+        Raises:
+            ValueError: the list is empty, or lacks every answer of the validation part.
+        """
+        if not self._candidates:
+            file = self.folder / self.answer_list
+            candidates = read_json(file)
+            if not candidates or not all(isinstance(answer, str) for answer in candidates):
+                raise ValueError(f"{file} holds no answers, expected a json list of texts.")
+            given = {answer for entry in self.entries("val") for answer in entry.answers}
+            if given and not given & set(candidates):
+                raise ValueError(
+                    f"{file} has none of the {len(given)} answers of the validation questions, "
+                    f"such as {min(given)!r}: give the list that belongs to these questions."
+                )
+            self._candidates = candidates
+        return self._candidates
+
+    def read(self, part: str) -> list[Asked]:
+        entries = []
+        for file in self.list_files(part, f"vqa_{part}.json"):
+            for place, entry in enumerate(read_json(file)):
+                answers = entry.get("answer", [])
+                answers = (answers,) if isinstance(answers, str) else tuple(answers)
+                if part == "train" and not answers:
+                    raise ValueError(
+                        f"{file}, entry {place}, has no answer, expected one or more to learn "
+                        "from: remove it, or give the file to another part."
+                    )
+                number = int(entry.get("question_id", place))
+                entries.append(Asked(entry["image"], entry["question"], number, answers))
+        return entries
+
+    def samples(self, part: str) -> Dataset:
+        return VQASet(self, self.entries(part), training=part == "train")
+
+
+class VQASet(Dataset):
+    """See `VQAData`."""
+
+    def __init__(self, data: VQAData, entries: list[Asked], training: bool) -> None:
+        self.data, self.entries, self.training = data, entries, training
+        if not training:
+            self.places = {answer: place for place, answer in enumerate(data.candidates)}
+            self.candidates = data.tokens(data.candidates)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        entry = self.entries[place]
+        image = self.data.picture(entry.image, self.training)
+        return {"image": image, "entry": entry, "labels": place}
+
+    def collate(self, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """A batch, see `VQAData`."""
+        entries = [sample["entry"] for sample in samples]
+        batch = {
+            "images": torch.stack([sample["image"] for sample in samples]),
+            "labels": torch.tensor([sample["labels"] for sample in samples]),
+            **self.data.tokens([entry.question for entry in entries]),
+        }
+        if not self.training:
+            scores = torch.zeros(len(entries), len(self.places))
+            for row, entry in enumerate(entries):
+                for answer, score in vqa_scores(entry.answers).items():
+                    if answer in self.places:
+                        scores[row, self.places[answer]] = score
+            candidates = {
+                "candidate_ids": self.candidates["input_ids"],
+                "candidate_mask": self.candidates["attention_mask"],
+            }
+            return {**batch, **candidates, "scores": scores}
+        given = [
+            (row, answer, count / len(entry.answers))
+            for row, entry in enumerate(entries)
+            for answer, count in Counter(entry.answers).items()
+        ]
+        answers = self.data.tokens([answer for _, answer, _ in given])
+        return {
+            **batch,
+            "answer_ids": answers["input_ids"],
+            "answer_mask": answers["attention_mask"],
+            "answer_row": torch.tensor([row for row, _, _ in given]),
+            "answer_weight": torch.tensor([weight for _, _, weight in given]),
+        }
+
+
+def vqa_scores(answers: tuple[str, ...]) -> dict[str, float]:
+    """VQA's accuracy of every answer that people gave: min(others who said so / 3, 1).
+
+    The mean over leaving each person out in turn (Antol et al., 2015).
+    """
+    counts, people = Counter(plain(answer) for answer in answers), len(answers)
+    scores = {}
+    for answer in dict.fromkeys(answers):
+        said = counts[plain(answer)]
+        others = said * min(max(said - 1, 0) / 3, 1) + (people - said) * min(said / 3, 1)
+        # one answer alone (Visual Genome's) is the truth
+        scores[answer] = others / people if people > 1 else 1.0
+    return scores
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing, expected json lines: correct --data.files.")
+    entries = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
+    # "-" stands where people did not agree
+    return [entry for entry in entries if entry.get("gold_label") != "-"]
