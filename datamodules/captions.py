@@ -59,8 +59,8 @@ def _pairs(file: Path) -> list[tuple[str, str | list[str]]]:
         for place, entry in enumerate(entries):
             if not isinstance(entry, dict) or "image" not in entry or "caption" not in entry:
                 raise ValueError(
-                    f'{file}, entry {place} is {str(entry)[:60]!r}, expected one with "image" and '
-                    '"caption": a caption list without images cannot be paired.'
+                    f"{file}, entry {place} is {str(entry)[:60]!r}, expected one with an image and "
+                    "a caption: a caption list without images cannot be paired."
                 )
         return [(entry["image"], entry["caption"]) for entry in entries]
     text = file.read_text(encoding="utf-8")
@@ -88,9 +88,7 @@ def read_json(file: Path) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{file} is no readable json ({error}): fetch or write it again."
-        ) from error
+        raise ValueError(f"{file} is no json ({error}): fetch or write it again.") from error
 
 
 def usable(images: Sequence[Path], bad: BadImages) -> list[bool]:

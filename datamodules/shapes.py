@@ -22,6 +22,8 @@ COLOURS = {
     "yellow": (235, 205, 50),
     "white": (240, 240, 240),
     "black": (20, 20, 20),
+    "orange": (240, 130, 20),
+    "purple": (130, 50, 160),
 }
 # place of the first thing → how it stands to the second, and the second to the first
 RELATIONS = {"left": ("left of", "right of"), "top": ("above", "below")}

@@ -1,6 +1,6 @@
 """A step of ALBEF's training: contrast first, then matching and masked tokens on fused states."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -146,3 +146,22 @@ def masked_token_loss(
     with torch.no_grad():
         logits_m = average.predict_tokens(states_m[chosen])
     return mean_or_zero(distilled_cross_entropy(logits, labels[chosen], logits_m, alpha))
+
+
+def replay(
+    model: PretrainModel, pairs: Pairs, aligned: Alignment, masked_ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Run another model on what a step ran: the same pairs, negatives and masked tokens.
+
+    Args:
+        model: such as the teacher.
+        pairs: the batch.
+        aligned: of the model that made the step; its negatives are used.
+        masked_ids: the masked texts (B, L).
+
+    Returns:
+        Fused states of the pairs and their negatives (3B, L, D), and of the masked texts (B, L, D).
+    """
+    image, text = model.encode_image(pairs.images), model.encode_text(pairs.ids, pairs.mask)
+    fused, _ = fuse_pairs(model, replace(aligned, image=image, text=text), pairs.mask)
+    return fused, model.masked_states(masked_ids, pairs.mask, image)

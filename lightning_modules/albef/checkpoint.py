@@ -7,7 +7,9 @@ from pathlib import Path
 from torch import Tensor, nn
 from transformers import BertForMaskedLM
 
+from lightning_modules.albef.bert import TokenBert
 from lightning_modules.albef.model import ALBEF, AnswerModel
+from lightning_modules.pela import factorize
 from lightning_modules.weights import LoadReport, copy_weights, load_weights, read_state_dict
 
 LAYER = re.compile(r"encoder\.layer\.(\d+)\.")
@@ -23,14 +25,19 @@ def load_albef(model: ALBEF, source: str | Path) -> LoadReport:
     momentum model, and the queue, are left out: the report calls them unexpected.
 
     Args:
-        model: receives the weights, in place.
+        model: a dense model, changed in place; made low-rank where the weights are.
         source: a checkpoint of ALBEF, of this repository's modules, or a state_dict.
 
     Raises:
         FileNotFoundError: if there is no such file.
         ValueError: if nothing in it fits.
     """
-    return copy_weights(model, albef_names(model, read_state_dict(source)), source)
+    state, end = albef_names(model, read_state_dict(source)), ".u.weight"
+    ranks = {n.removesuffix(end): len(value) for n, value in state.items() if n.endswith(end)}
+    if ranks:
+        known = dict(model.named_modules())
+        factorize(model, ranks={n: r for n, r in ranks.items() if n in known}, method="empty")
+    return copy_weights(model, state, source)
 
 
 def albef_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -43,8 +50,7 @@ def albef_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tens
         state |= _decoder(state, model.bert.text_layers)
     if "temp" in state:
         state["temp"] = state["temp"].reshape(1)
-    ours = {_plain(name): name for name in model.state_dict()}
-    return {ours.get(name, name): value for name, value in state.items()}
+    return {_named(model, name): value for name, value in state.items()}
 
 
 def start_vision(model: ALBEF, source: str | Path) -> LoadReport:
@@ -78,6 +84,13 @@ def start_text(model: ALBEF, source: str | Path) -> LoadReport:
 def _plain(name: str) -> str:
     """A name without the step that pre-training's text encoder adds."""
     return re.sub(r"^(text_(?:en|de)coder)\.bert\.", r"\1.", name)
+
+
+def _named(model: nn.Module, name: str) -> str:
+    """A plain name as this model has it."""
+    part, _, rest = name.partition(".")
+    stepped = isinstance(getattr(model, part, None), TokenBert) and not rest.startswith("cls.")
+    return f"{part}.bert.{rest}" if stepped else name
 
 
 def _decoder(state: Mapping[str, Tensor], text_layers: int) -> dict[str, Tensor]:

@@ -17,8 +17,8 @@ from lightning_modules.albef.bert import Bert, TokenBert
 from lightning_modules.backbones import build_vision
 
 Task = Literal["pretrain", "retrieval", "entailment", "vqa"]
-# of the released PELA recipe: what is left dense besides layers with fewer than 10 outputs
-SKIP = ("cls", "cls_head", "vision_proj", "text_proj")
+# of the released PELA recipe: what is left dense beside pela.layers.SKIP
+SKIP = ("cls_head", "vision_proj", "text_proj")
 TEMPERATURES = (0.001, 0.5)
 
 

@@ -8,8 +8,7 @@ from lightning_modules.albef import build, skipped
 from lightning_modules.albef.checkpoint import load_albef, start_text, start_vision
 from lightning_modules.backbones import build_vision
 from lightning_modules.counting import count_parameters
-from lightning_modules.pela import factorize
-from lightning_modules.pela.factorize import SKIP
+from lightning_modules.pela import factorize, plan_of
 
 TEXT = {
     "vocab_size": 50,
@@ -60,7 +59,7 @@ def test_the_papers_sizes(task, ratio, expected):
     with torch.device("meta"):
         model = build(task)
     if ratio:
-        factorize(model, ratio, skip=(*SKIP, *skipped(model)))
+        factorize(model, ratio, skip=skipped(model))
     assert count_parameters(model) == expected
 
 
@@ -153,6 +152,27 @@ def test_a_checkpoint_of_albef_loads_into_every_task(task, tmp_path):
                 "text_encoder.cls.predictions.transform.dense.weight"
             ]
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_compressed_checkpoint_loads_into_every_task(task, tmp_path):
+    """As low-rank as it is, the answer decoder that starts from it too."""
+    sizes = {**SIZES, "vision_args": {**SIZES["vision_args"], "embed_dim": 32}}
+    original = small("pretrain", **sizes)
+    factorize(original, 2, skip=skipped(original))
+    state = {f"model.{name}": value for name, value in original.state_dict().items()}
+    state["momentum.model.temp"] = torch.zeros(1)
+    torch.save({"state_dict": state}, tmp_path / "low.ckpt")
+    model = small(task, **sizes)
+    report = load_albef(model, tmp_path / "low.ckpt")
+    assert all(name.startswith("cls_head.") for name in report.missing) and not report.reshaped
+    expected = build(task, **sizes)
+    factorize(expected, 2, skip=skipped(expected))
+    assert plan_of(model) == plan_of(expected)
+    if task != "vqa":
+        images, (ids, mask) = torch.randn(2, 3, 16, 16), tokens()
+        fused = [m.bert(ids, mask, m.encode_image(images)) for m in (model, original)]
+        assert torch.equal(*fused)
 
 
 def test_equal_output_biases_count_once():

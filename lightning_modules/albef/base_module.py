@@ -1,0 +1,171 @@
+"""What all trainings of an ALBEF have in common."""
+
+from typing import Any, ClassVar
+
+import lightning as L
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+from lightning_modules.albef.checkpoint import load_albef, start_text, start_vision
+from lightning_modules.albef.model import ALBEF, Task, build, skipped
+from lightning_modules.albef.momentum import Momentum
+from lightning_modules.optim import (
+    build_optimizer,
+    parameter_groups,
+    training_steps,
+    with_schedule,
+)
+from lightning_modules.pela import factorize, low_rank_layers, plan_of
+from lightning_modules.tuning import tune
+from lightning_modules.weights import refuse_another_model
+
+LORA_TARGETS = ["query", "value", "qkv"]
+
+
+class AlbefModule(L.LightningModule):
+    """An ALBEF for a task, dense or low-rank, with its momentum model.
+
+    Args:
+        sizes: arguments of albef.build (vision, image_size, text, projection, …); the paper's when
+            null.
+        init_from: start from an ALBEF's weights, dense or low-rank: its released checkpoint or one
+            of these modules. Like the two below not part of the checkpoint.
+        vision_from: start the image encoder from a ViT's weights (a file or folder).
+        text_from: start the text and fusion layers from a BERT (a folder or hub name).
+        ratio: κ of PELA, which leaves 1/κ of each layer; null leaves the weights as they come.
+        ranks: rank of each layer by name, instead of ratio. Filled in by the module, so that its
+            checkpoints load by themselves.
+        lora_rank: train LoRA of this rank on queries and values, and the task's heads, only; 0
+            trains everything.
+        decay: m of the momentum model.
+        soft_targets: α, weight of the momentum model's opinion in the targets.
+        ramp: let α rise from 0 over the first epoch.
+        lr: peak learning rate of AdamW.
+        weight_decay: decoupled, of matrices.
+        warmup_steps: optimizer steps, or a share of all if below 1.
+        schedule: a name of transformers' get_scheduler.
+    """
+
+    task: ClassVar[Task]
+    heads: ClassVar[tuple[str, ...]] = ()  # what LoRA leaves trainable besides
+
+    def __init__(
+        self,
+        sizes: dict[str, Any] | None = None,
+        init_from: str | None = None,
+        vision_from: str | None = None,
+        text_from: str | None = None,
+        ratio: float | None = None,
+        ranks: dict[str, int] | None = None,
+        lora_rank: int = 0,
+        decay: float = 0.995,
+        soft_targets: float = 0.4,
+        ramp: bool = True,
+        lr: float = 1e-4,
+        weight_decay: float = 0.02,
+        warmup_steps: float = 0,
+        schedule: str = "cosine",
+    ):
+        super().__init__()
+        # where a run began is not what it is: loading it again must not need old files
+        self.save_hyperparameters(ignore=["init_from", "vision_from", "text_from", "teacher_from"])
+        self.init_from, self.vision_from, self.text_from = init_from, vision_from, text_from
+        self.model: Any = None
+        self.momentum: Any = None
+
+    @property
+    def settings(self) -> Any:
+        """The arguments of __init__."""
+        return self.hparams
+
+    def configure_model(self) -> None:
+        """Build model and momentum model once, and shard them where the strategy asks."""
+        if self.model is not None:
+            return
+        h = self.settings
+        model = self.dense()
+        self.start(model)
+        if h.lora_rank:
+            if low_rank_layers(model):
+                raise ValueError(
+                    f"lora_rank {h.lora_rank} is for the dense model: set model.ratio to null and "
+                    "start from dense weights"
+                )
+            tune(model, "lora", self.heads, h.lora_rank, LORA_TARGETS)
+        momentum = Momentum(model, h.decay)
+        if self.device_mesh is not None:
+            mesh = self.device_mesh["data_parallel"]
+            for sharded in (model, momentum.model):
+                shard(sharded, mesh)  # type: ignore[arg-type]
+        self.model, self.momentum = model, momentum
+
+    def dense(self) -> ALBEF:
+        """The dense model of these sizes, with random weights."""
+        return build(self.task, **(self.settings.sizes or {}))
+
+    def start(self, model: ALBEF) -> None:
+        """Give a dense model the weights to start from, and its ranks."""
+        h = self.settings
+        if self.vision_from is not None:
+            start_vision(model, self.vision_from)
+        if self.text_from is not None:
+            start_text(model, self.text_from)
+        if self.init_from is not None:
+            load_albef(model, self.init_from)
+        if low_rank_layers(model):
+            if h.ratio is not None:
+                raise ValueError(
+                    f"init_from {self.init_from} is low-rank already, so ratio {h.ratio:g} would "
+                    "do nothing: set model.ratio to null"
+                )
+        elif h.ranks is not None:
+            # of a checkpoint that is about to be loaded, or a plan for the weights above
+            factorize(model, ranks=h.ranks, method="svd" if self.init_from else "randomized")
+        elif h.ratio is not None:
+            factorize(model, h.ratio, skip=skipped(model))
+        self.hparams["ranks"] = plan_of(model) if low_rank_layers(model) else None
+
+    def alpha(self, batch_idx: int) -> float:
+        """α of this step, which rises over the first epoch."""
+        h = self.settings
+        if not h.ramp or self.current_epoch > 0:
+            return h.soft_targets
+        return h.soft_targets * min(1.0, batch_idx / self.trainer.num_training_batches)
+
+    def report(self, losses: dict[str, Tensor]) -> Tensor:
+        """Log the parts of a loss, and give their sum."""
+        total = sum(losses.values())
+        assert isinstance(total, Tensor)
+        self.log_dict({f"train/{name}": value.detach() for name, value in losses.items()})
+        self.log("train/loss", total, prog_bar=True)
+        return total
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """AdamW over what trains, with its schedule."""
+        h = self.settings
+        groups = parameter_groups(self.model, h.weight_decay)
+        optimizer = build_optimizer("adamw", groups, h.lr)
+        return with_schedule(optimizer, h.schedule, h.warmup_steps, training_steps(self.trainer))
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse the checkpoint of another model before its tensors are compared one by one.
+
+        Raises:
+            ValueError: naming what differs.
+        """
+        refuse_another_model(checkpoint, self.hparams, ["sizes", "ratio", "lora_rank", "ranks"])
+
+
+def shard(model: ALBEF, mesh: DeviceMesh) -> None:
+    """Shard an ALBEF's parameters over the devices of a mesh (FSDP2), block by block, in place."""
+    bertlike = [m for m in model.modules() if hasattr(m, "text_layers")]
+    blocks: list[nn.Module] = [*model.visual_encoder.blocks]  # type: ignore[misc]
+    for bert in bertlike:
+        blocks.extend(bert.layers)  # type: ignore[arg-type]
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for name in model.methods:
+        register_fsdp_forward_method(model, name)

@@ -1,0 +1,163 @@
+"""Pre-training an ALBEF, and PELA's repair of a low-rank one against its dense original."""
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_modules.albef.alignment import Alignment, Pairs, masked_token_loss, replay
+from lightning_modules.albef.checkpoint import load_albef
+from lightning_modules.albef.distillation import (
+    score_names,
+    state_masks,
+    state_names,
+    tinybert,
+)
+from lightning_modules.albef.losses import IGNORED
+from lightning_modules.albef.model import PretrainModel
+from lightning_modules.albef.retrieval_module import Retrieval
+from lightning_modules.pela import Features, feature_distillation, weight_perturbation
+from lightning_modules.self_distillation.masked_text import mask_tokens
+
+
+class Pretraining(Retrieval):
+    """ALBEF's pre-training: L_itc + L_itm + L_mlm (arXiv 2107.07651, Section 3.2).
+
+    Evaluation is retrieval on held-out pairs, as in `Retrieval`. The tokenizer, whose special
+    tokens are never masked, is the DataModule's.
+
+    Args:
+        mask_probability: of each token.
+        **kwargs: see `Retrieval`.
+    """
+
+    task = "pretrain"
+
+    def __init__(self, mask_probability: float = 0.15, **kwargs: Any):
+        super().__init__(**kwargs)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """L_itc + L_itm + L_mlm."""
+        losses, *_ = self.pretrain(batch, batch_idx)
+        return self.report(losses)
+
+    def pretrain(
+        self, batch: dict[str, Tensor], batch_idx: int
+    ) -> tuple[dict[str, Tensor], Pairs, Alignment, Tensor, Tensor, Tensor]:
+        """The losses; the pairs and how they were aligned; the masked texts, labels and states."""
+        aligned, losses, pairs = self.align(batch, batch_idx)
+        tokenizer = self.trainer.datamodule.tokenizer  # type: ignore[attr-defined]
+        masked_ids, labels = mask_tokens(
+            pairs.ids,
+            pairs.mask,
+            tokenizer.mask_token_id,
+            tokenizer.all_special_ids,
+            len(tokenizer),
+            self.settings.mask_probability,
+        )
+        states = self.model.masked_states(masked_ids, pairs.mask, aligned.image)
+        with torch.no_grad():
+            states_m = self.momentum.model.masked_states(masked_ids, pairs.mask, aligned.image_m)
+        losses["mlm"] = masked_token_loss(
+            self.model, self.momentum, states, states_m, labels, self.alpha(batch_idx)
+        )
+        return losses, pairs, aligned, masked_ids, labels, states
+
+
+class Repair(Pretraining):
+    """PELA's intermediate stage for an ALBEF: L = L_base + α · L_fd + β · L_rwp.
+
+    arXiv 2310.10700, Eq. 7, with L_base ALBEF's pre-training. The teacher, which the callback
+    FrozenTeacher gives, sees the same images, texts, negatives and masked tokens as the student.
+    L_fd compares the states of image, text and fusion, every run of each layer, without padding;
+    L_rwp the online weights. The momentum model is as low-rank as the student and takes no part.
+
+    Args:
+        teacher_from: the dense original's weights; null when init_from gives them.
+        fd_weight: α, weight of the distillation.
+        rwp_weight: β, weight of L_rwp.
+        distillation: what α weighs: "pela", L_fd (Eq. 4), or "tinybert", a baseline.
+        setting: form of L_fd and L_rwp, "paper" or "released"; see pela.losses.
+        p: norm of L_rwp, at least 1 or .inf.
+        epsilon: radius ε of L_rwp.
+        **kwargs: see `Pretraining`.
+    """
+
+    def __init__(
+        self,
+        teacher_from: str | None = None,
+        fd_weight: float = 0.1,
+        rwp_weight: float = 1.0,
+        distillation: Literal["pela", "tinybert"] = "pela",
+        setting: Literal["paper", "released"] = "released",
+        p: float = math.inf,
+        epsilon: float = 1e-3,
+        **kwargs: Any,
+    ):
+        super().__init__(**kwargs)
+        self.teacher_from = teacher_from
+        self.teacher: PretrainModel | None = None
+
+    def build_teacher(self) -> PretrainModel:
+        """The dense original, for the callback FrozenTeacher.
+
+        Raises:
+            ValueError: if its weights are not said, or do not fit it to the last tensor.
+        """
+        source = self.teacher_from or self.init_from
+        if source is None:
+            raise ValueError(
+                "the teacher has no weights: give model.teacher_from or model.init_from, the "
+                "checkpoint of a dense ALBEF"
+            )
+        teacher = self.dense()
+        report = load_albef(teacher, source)
+        if report.missing or report.reshaped:
+            raise ValueError(
+                f"{source} is not the dense original ({report}): give its checkpoint as "
+                "model.teacher_from"
+            )
+        assert isinstance(teacher, PretrainModel)
+        return teacher
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Eq. 7, with one pass of the student and one of the teacher."""
+        h, student, teacher = self.settings, self.model, self.teacher
+        if teacher is None and (h.fd_weight or h.rwp_weight):
+            raise ValueError(
+                "there is no teacher: add callbacks.frozen_teacher.FrozenTeacher to "
+                "trainer.callbacks, or set model.fd_weight and model.rwp_weight to 0"
+            )
+        if h.fd_weight:
+            losses, distance = self._distil(batch, batch_idx)
+            losses["distillation"] = h.fd_weight * distance
+        else:
+            losses, *_ = self.pretrain(batch, batch_idx)
+        if h.rwp_weight:
+            distance = weight_perturbation(student, teacher, h.p, h.epsilon, h.setting)
+            losses["perturbation"] = h.rwp_weight * distance
+        return self.report(losses)
+
+    def _distil(self, batch: dict[str, Tensor], batch_idx: int) -> tuple[dict[str, Tensor], Tensor]:
+        """The base losses, and what α weighs."""
+        h, student, teacher = self.settings, self.model, self.teacher
+        assert teacher is not None
+        plain = h.distillation == "pela"
+        names = state_names(student) + ([] if plain else score_names(student))
+        with Features(student, names) as of_student, Features(teacher, names) as of_teacher:
+            losses, pairs, aligned, masked_ids, labels, states = self.pretrain(batch, batch_idx)
+            with torch.no_grad():
+                fused_t, states_t = replay(teacher, pairs, aligned, masked_ids)
+            features = of_student.take(), of_teacher.take()
+        negatives = aligned.text_negatives
+        here = torch.arange(len(negatives), device=negatives.device)
+        negatives = torch.where(negatives == IGNORED, here, negatives)
+        masks = state_masks(student, pairs.mask, negatives)
+        if plain:
+            return losses, feature_distillation(*features, masks, h.setting)
+        chosen = labels != IGNORED
+        with torch.no_grad():
+            targets = teacher.match(fused_t), teacher.predict_tokens(states_t[chosen])
+        logits = student.match(features[0][len(masks) - 2]), student.predict_tokens(states[chosen])
+        return losses, tinybert(student, features, masks, list(zip(logits, targets, strict=True)))

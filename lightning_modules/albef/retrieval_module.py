@@ -1,0 +1,155 @@
+"""Retrieval: contrast and matching, scored by R@k; and grounding, which is trained alike."""
+
+from typing import Any
+
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+from lightning_modules.albef.alignment import Alignment, Pairs, align, fuse_pairs
+from lightning_modules.albef.base_module import AlbefModule
+from lightning_modules.albef.grounding import choose_box, grad_cam, overlap
+from lightning_modules.albef.losses import matching_loss
+from lightning_modules.albef.momentum import Queue, check_queue
+from lightning_modules.albef.retrieval import (
+    Gallery,
+    encode,
+    recall,
+    rerank_on_all_ranks,
+)
+
+DIRECTIONS = {"i2t": False, "t2i": True}  # images ask for texts, texts for images
+
+
+class Retrieval(AlbefModule):
+    """ALBEF's retrieval: L_itc + L_itm (arXiv 2107.07651, Section 5.1).
+
+    Evaluation logs R@1, 5 and 10 both ways, `<part>/i2t_r1` (an image asks for its texts) to
+    `<part>/t2i_r10`; their mean `r_mean`; and the same by similarity alone, `<part>/itc_i2t_r1` ….
+
+    Args:
+        queue_size: vectors that the contrast sees besides the batch's; a multiple of the pairs of
+            a step on all devices.
+        k: keys of each query that matching re-ranks; the paper's are 128 (Flickr30k), 256 (COCO).
+        **kwargs: see `AlbefModule`.
+    """
+
+    task = "retrieval"
+    heads = ("vision_proj", "text_proj", "itm_head")
+
+    def __init__(self, queue_size: int = 65536, k: int = 128, **kwargs: Any):
+        super().__init__(**kwargs)
+        projection = (self.settings.sizes or {}).get("projection", 256)
+        self.queue = Queue(queue_size, projection)
+        self.galleries: list[Gallery] = []
+
+    def on_fit_start(self) -> None:
+        """Refuse a queue that the batches do not fill evenly."""
+        trainer: Any = self.trainer
+        batch_size = getattr(trainer.datamodule, "batch_size", None)
+        if batch_size:
+            check_queue(self.settings.queue_size, batch_size, trainer.world_size)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """L_itc + L_itm."""
+        _, losses, _ = self.align(batch, batch_idx)
+        return self.report(losses)
+
+    def align(
+        self, batch: dict[str, Tensor], batch_idx: int
+    ) -> tuple[Alignment, dict[str, Tensor], Pairs]:
+        """Contrast and match a batch of `CaptionData`."""
+        pairs = Pairs(batch["images"], batch["input_ids"], batch["attention_mask"], batch["index"])
+        aligned = align(self.model, self.momentum, self.queue, pairs, self.alpha(batch_idx))
+        fused, labels = fuse_pairs(self.model, aligned, pairs.mask)
+        matching = matching_loss(self.model.match(fused), labels)
+        return aligned, {"itc": aligned.loss, "itm": matching}, pairs
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Encode a batch for the end of the epoch."""
+        self.galleries.append(self.encode(batch))
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Encode a batch for the end of the epoch."""
+        self.galleries.append(self.encode(batch))
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Gallery:
+        """The batch, encoded; `Gallery.of` joins batches."""
+        return self.encode(batch)
+
+    def encode(self, batch: dict[str, Tensor]) -> Gallery:
+        """A batch of `CaptionData`, encoded."""
+        return encode(
+            self.model,
+            batch["images"],
+            batch["labels"],
+            batch["input_ids"],
+            batch["attention_mask"],
+            batch["text_index"],
+        )
+
+    def on_validation_epoch_end(self) -> None:
+        """Report `val/…`."""
+        self._report("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Report `test/…`."""
+        self._report("test")
+
+    def _report(self, part: str) -> None:
+        gallery = Gallery.of(self.galleries).gathered().valid()
+        self.galleries.clear()
+        scores: dict[str, float] = {}
+        for name, by_text in DIRECTIONS.items():
+            ids = (gallery.image_ids, gallery.text_ids)
+            queries, keys = reversed(ids) if by_text else ids
+            similarity = gallery.similarity.T if by_text else gallery.similarity
+            share = (self.global_rank, self.trainer.world_size)
+            reranked = rerank_on_all_ranks(self.model, gallery, self.settings.k, by_text, *share)
+            for prefix, matrix in (("itc_", similarity), ("", reranked)):
+                for k, value in zip((1, 5, 10), recall(matrix, queries, keys), strict=True):
+                    scores[f"{prefix}{name}_r{k}"] = value
+        reranked_scores = [value for name, value in scores.items() if not name.startswith("itc_")]
+        scores["r_mean"] = sum(reranked_scores) / len(reranked_scores)
+        for name, value in scores.items():
+            self.log(f"{part}/{name}", value, prog_bar=name == "r_mean", sync_dist=True)
+
+
+class Grounding(Retrieval):
+    """RefCOCO+ without boxes to learn from: trained as retrieval, scored by Grad-CAM.
+
+    Evaluation logs `<part>/accuracy`: the share of phrases whose chosen box overlaps the meant one
+    by half or more.
+
+    Args:
+        block: layer whose cross-attention is looked at; the paper's is 8.
+        **kwargs: see `Retrieval`.
+    """
+
+    def __init__(self, block: int = 8, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.accuracy = MeanMetric()
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Look for a phrase."""
+        self._ground(batch)
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Look for a phrase."""
+        self._ground(batch)
+
+    def _ground(self, batch: dict[str, Tensor]) -> None:
+        if (batch["labels"] < 0).all():  # fills up a rank
+            return
+        heat = self.heat(batch)[0]
+        height, width = batch["size"].tolist()
+        chosen = choose_box(heat, (height, width), batch["candidates"])
+        self.accuracy.update(float(overlap(batch["box"], batch["candidates"][chosen]) >= 0.5))
+
+    def heat(self, batch: dict[str, Tensor]) -> Tensor:
+        """Grad-CAM of each phrase over its picture's patches, (B, rows, columns)."""
+        inputs = (batch["images"], batch["input_ids"], batch["attention_mask"])
+        return grad_cam(self.model, *inputs, self.settings.block)
+
+    def _report(self, part: str) -> None:
+        self.log(f"{part}/accuracy", self.accuracy.compute(), prog_bar=True)
+        self.accuracy.reset()

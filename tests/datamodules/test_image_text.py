@@ -1,0 +1,205 @@
+"""Pictures with texts: the real readers on generated files, and what is wrong with a list."""
+
+import csv
+import json
+import pickle
+
+import pytest
+import torch
+from PIL import Image
+
+from datamodules import CaptionData, EntailmentData, GroundingData, VQAData
+from datamodules.captions import plain, read_captions
+from datamodules.grounding import read_refs
+from datamodules.image_text_tasks import vqa_scores
+from datamodules.shapes import COLOURS, write
+
+COUNTS = {"train": 12, "val": 5, "test": 4}
+SMALL = {"image_size": 32, "batch_size": 4, "eval_batch_size": 3, "hflip": 0.0, "max_length": 16}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shapes")
+    write(folder, **COUNTS)
+    return folder
+
+
+def batches(data, part):
+    loader = data.loader(data.samples(part), training=part == "train")
+    return list(loader)
+
+
+def test_captions_of_every_picture(folder):
+    data = CaptionData(root=str(folder), **SMALL)
+    training = batches(data, "train")
+    assert len(training) == 12 * 2 // 4
+    seen = torch.cat([batch["index"] for batch in training]).tolist()
+    assert sorted(seen) == sorted(2 * list(range(12)))
+    val = batches(data, "val")
+    assert [batch["images"].shape for batch in val] == [(3, 3, 32, 32), (2, 3, 32, 32)]
+    assert torch.cat([batch["text_index"] for batch in val]).tolist() == [
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+        3,
+        3,
+        4,
+        4,
+    ]
+    words = data.tokenizer.decode(val[0]["input_ids"][0], skip_special_tokens=True)
+    assert words == data.entries("val")[0].captions[0]
+    assert data.tokenizer.unk_token_id not in torch.cat([b["input_ids"].flatten() for b in val])
+
+
+def test_generated_pictures_show_what_is_said(folder):
+    """The colour in the box of "the red disc" is red."""
+    data = GroundingData(root=str(folder), **SMALL)
+    for entry in data.entries("test"):
+        x, y, width, height = entry.box
+        picture = Image.open(data.path(entry.image))
+        centre = picture.getpixel((int(x + width // 2), int(y + height * 0.6)))
+        assert centre == COLOURS[entry.text.split()[1]]
+        assert entry.box in entry.candidates and len(entry.candidates) == 3
+
+
+def test_flickr8k_in_its_own_parts(recipes_data):
+    data = CaptionData(root=str(recipes_data / "flickr8k_1k"), **SMALL)
+    sizes = {part: len(data.entries(part)) for part in ("train", "val", "test")}
+    assert sizes == {"train": 800, "val": 100, "test": 100}
+    assert all(len(entry.captions) == 5 for entry in data.entries("test"))
+
+
+def test_lists_of_every_form_say_the_same(tmp_path):
+    rows = [("a.jpg", "A dog, running."), ("a.jpg", "The dog\tof Bob"), ("b.jpg", "two cats")]
+    (tmp_path / "captions.json").write_text(
+        json.dumps([{"image": i, "caption": c} for i, c in rows])
+    )
+    with (tmp_path / "captions.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("image", "caption"), *rows])
+    lines = [f"{image}#{n}\t{caption}" for n, (image, caption) in enumerate(rows)]
+    (tmp_path / "Flickr8k.token.txt").write_text("\n".join(lines) + "\n")
+    several = [{"image": "a.jpg", "caption": [rows[0][1], rows[1][1]]}]
+    several.append({"image": "b.jpg", "caption": ["two cats"]})
+    (tmp_path / "several.json").write_text(json.dumps(several))
+    names = ("captions.json", "captions.csv", "Flickr8k.token.txt", "several.json")
+    lists = [read_captions(tmp_path / name) for name in names]
+    assert all(one == lists[0] for one in lists)
+    assert [(entry.image, len(entry.captions)) for entry in lists[0]] == [
+        ("a.jpg", 2),
+        ("b.jpg", 1),
+    ]
+
+
+def test_texts_are_written_plainly():
+    text = "Two men - one old/tired; the <person>'s hat. A second sentence!"
+    assert plain(text) == "two men one old tired the persons hat a second sentence"
+
+
+def test_entailment(folder, tmp_path):
+    data = EntailmentData(root=str(folder), **SMALL)
+    entries = data.entries("val")
+    assert len(entries) == 15 and [entry.label for entry in entries[:3]] == [2, 0, 1]
+    [first, *_] = batches(data, "val")
+    assert first["labels"].tolist() == [2, 0, 1] and first["images"].shape == (3, 3, 32, 32)
+    # the official file: one line each, and "-" where people did not agree
+    Image.new("RGB", (8, 8)).save(tmp_path / "123.jpg")
+    lines = [
+        {"Flickr30K_ID": "123", "sentence2": "it rains", "gold_label": label}
+        for label in ("neutral", "-", "entailment")
+    ]
+    (tmp_path / "snli_ve_dev.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    official = EntailmentData(root=str(tmp_path), tokenizer=str(folder / "tokenizer"), **SMALL)
+    assert [(e.image, e.label) for e in official.entries("val")] == [("123.jpg", 1), ("123.jpg", 2)]
+
+
+def test_questions_and_their_answers(folder):
+    data = VQAData(root=str(folder), **SMALL)
+    batch = batches(data, "train")[0]
+    assert batch["answer_row"].tolist() == [0, 1, 2, 3]
+    assert batch["answer_weight"].tolist() == [1.0] * 4
+    for batch in batches(data, "val"):
+        assert batch["scores"].shape[1] == len(data.candidates) == len(batch["candidate_ids"])
+        assert batch["scores"].sum(1).tolist() == [1.0] * len(batch["scores"])
+    entry = data.entries("val")[0]
+    chosen = data.candidates[int(batches(data, "val")[0]["scores"][0].argmax())]
+    assert chosen == entry.answers[0]
+
+
+def test_vqa_accuracy_by_hand():
+    """min(others who said so / 3, 1), leaving each of ten people out in turn."""
+    scores = vqa_scores(("red",) * 3 + ("blue",) * 1 + ("dark red",) * 6)
+    assert scores["red"] == pytest.approx((3 * 2 / 3 + 7 * 1) / 10)
+    assert scores["blue"] == pytest.approx((0 + 9 * 1 / 3) / 10)
+    assert scores["dark red"] == 1.0
+    assert vqa_scores(("yes",)) == {"yes": 1.0}
+
+
+def test_a_rank_that_is_filled_up_says_so(folder):
+    data = CaptionData(root=str(folder), **SMALL)
+    samples = data.samples("val")
+    sample = {**samples[0], "labels": -100}
+    batch = samples.collate([samples[1], sample])
+    assert batch["labels"].tolist() == [1, -100]
+    assert batch["text_index"].tolist() == [1, 1, -100, -100]
+
+
+def test_bad_images_are_refused_or_left_out(folder, tmp_path, caplog):
+    Image.new("RGB", (8, 8)).save(tmp_path / "good.png")
+    (tmp_path / "torn.png").write_bytes(b"no picture")
+    images = ("good.png", "torn.png", "gone.png")
+    entries = [{"image": name, "caption": "a disc"} for name in images]
+    (tmp_path / "captions.json").write_text(json.dumps(entries))
+    settings = {"root": str(tmp_path), "tokenizer": str(folder / "tokenizer"), "val_fraction": 0.01}
+    files = {"files": {"train": ["captions.json"]}}
+    with pytest.raises(ValueError, match="2 of 3 images cannot be read: .*torn.png is unreadable"):
+        CaptionData(**settings, **files).entries("train")
+    skipping = CaptionData(**settings, **files, bad_images="skip")
+    assert [entry.image for entry in skipping.entries("train")] == ["good.png"]
+    assert "2 of 3 images left out" in caplog.text and "gone.png (missing)" in caplog.text
+    with pytest.raises(ValueError, match="bad_images is 'ignore', expected refuse or skip"):
+        CaptionData(bad_images="ignore")
+
+
+def test_lists_that_cannot_be_used(folder, tmp_path):
+    (tmp_path / "captions.csv").write_text("caption,split\na dog,train\n")
+    data = CaptionData(root=str(tmp_path))
+    with pytest.raises(ValueError, match="has the columns caption, split, expected image and capt"):
+        data.entries("train")
+    (tmp_path / "captions.json").write_text('[{"caption": "a dog"}]')
+    with pytest.raises(ValueError, match="entry 0 is .* expected one with an image and a caption"):
+        data.entries("train")
+    (tmp_path / "captions.json").write_text("[{")
+    with pytest.raises(ValueError, match=r"captions.json is no json"):
+        data.entries("train")
+    with pytest.raises(FileNotFoundError, match="missing, expected a list"):
+        CaptionData(root=str(folder), files={"val": ["none.json"]}).entries("val")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="has none of retrieval_train.json"):
+        CaptionData(root=str(tmp_path / "empty")).entries("train")
+
+
+def test_answer_lists_without_the_answers(folder, tmp_path):
+    for answers, message in ((["left", "right"], "has none of the .* answers"), ([], "no answers")):
+        (tmp_path / "list.json").write_text(json.dumps(answers))
+        data = VQAData(root=str(folder), answer_list=str(tmp_path / "list.json"))
+        with pytest.raises(ValueError, match=message):
+            data.samples("val")
+    (tmp_path / "vqa.json").write_text('[{"image": "a.png", "question": "why", "answer": []}]')
+    data = VQAData(root=str(folder), files={"train": [str(tmp_path / "vqa.json")]})
+    with pytest.raises(ValueError, match="entry 0, has no answer"):
+        data.entries("train")
+
+
+def test_a_pickle_that_is_more_than_data_is_refused(tmp_path):
+    (tmp_path / "refs.p").write_bytes(pickle.dumps([print]))
+    with pytest.raises(ValueError, match="no pickle of plain lists .*builtins.print"):
+        read_refs(tmp_path / "refs.p")
+
+
+def test_more_pictures_than_there_are(tmp_path):
+    with pytest.raises(ValueError, match="expected at most 672"):
+        write(tmp_path, train=1000)
