@@ -93,7 +93,7 @@ def tinybert(
     texts = [mask for mask in masks[images + 1 :] if mask is not None][2:]
     with torch.autocast(features[0][0].device.type, enabled=False):
         # the mean over features, given back their number
-        loss = feature_distillation(*states, masks, "released") * len(masks)
+        loss = feature_distillation(states[0], states[1], masks, "released") * len(masks)
         both = [attention_scores(student, side[len(masks) :]) for side in features]
         for place, (one, other) in enumerate(zip(*both, strict=True)):
             squares = (one.float() - other.float()).square()

@@ -3,6 +3,7 @@
 import math
 from typing import Any, Literal
 
+import lightning as L
 import torch
 from torch import Tensor
 
@@ -99,6 +100,13 @@ class Repair(Pretraining):
         self.teacher_from = teacher_from
         self.teacher: PretrainModel | None = None
 
+    def configure_callbacks(self) -> list[L.Callback]:
+        """What gives the teacher, where a loss needs it."""
+        from callbacks.frozen_teacher import FrozenTeacher
+
+        h = self.settings
+        return [FrozenTeacher()] if h.fd_weight or h.rwp_weight else []
+
     def build_teacher(self) -> PretrainModel:
         """The dense original, for the callback FrozenTeacher.
 
@@ -124,11 +132,6 @@ class Repair(Pretraining):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Eq. 7, with one pass of the student and one of the teacher."""
         h, student, teacher = self.settings, self.model, self.teacher
-        if teacher is None and (h.fd_weight or h.rwp_weight):
-            raise ValueError(
-                "there is no teacher: add callbacks.frozen_teacher.FrozenTeacher to "
-                "trainer.callbacks, or set model.fd_weight and model.rwp_weight to 0"
-            )
         if h.fd_weight:
             losses, distance = self._distil(batch, batch_idx)
             losses["distillation"] = h.fd_weight * distance

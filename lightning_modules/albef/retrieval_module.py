@@ -1,6 +1,6 @@
 """Retrieval: contrast and matching, scored by R@k; and grounding, which is trained alike."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torchmetrics import MeanMetric
@@ -9,6 +9,7 @@ from lightning_modules.albef.alignment import Alignment, Pairs, align, fuse_pair
 from lightning_modules.albef.base_module import AlbefModule
 from lightning_modules.albef.grounding import choose_box, grad_cam, overlap
 from lightning_modules.albef.losses import matching_loss
+from lightning_modules.albef.model import Task
 from lightning_modules.albef.momentum import Queue, check_queue
 from lightning_modules.albef.retrieval import (
     Gallery,
@@ -33,7 +34,7 @@ class Retrieval(AlbefModule):
         **kwargs: see `AlbefModule`.
     """
 
-    task = "retrieval"
+    task: ClassVar[Task] = "retrieval"
     heads = ("vision_proj", "text_proj", "itm_head")
 
     def __init__(self, queue_size: int = 65536, k: int = 128, **kwargs: Any):
