@@ -92,6 +92,8 @@ class E2EData(PromptedData):
         kept = set(draw(list(group(examples)), self.eval_limit, self.seed))
         return [row for row in examples if row.mr in kept]
 
+    template = "{input}"  # a meaning representation, such as "name[Eagle], food[French]"
+
     def encode_prompts(self, prompts: Sequence[str]) -> list[list[int]]:
         begin = self.tokenizer.bos_token_id
         begin = self.end_token_id if begin is None else begin

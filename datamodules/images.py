@@ -302,6 +302,20 @@ class ImageData(PartsData):
 
     # Batches.
 
+    def describe(self) -> dict[str, Any]:
+        """Class names, and the arguments that decide on `eval_transform`."""
+        return {
+            "kind": "images",
+            "class_names": list(self.class_names),
+            "transform": {
+                "image_size": self.image_size,
+                "interpolation": self.interpolation,
+                "crop_pct": self.crop_pct,
+                "mean": list(self.mean),
+                "std": list(self.std),
+            },
+        }
+
     def samples(self, part: str) -> ImageSet:
         self.setup()
         images = self._sets["test" if part == "predict" else part]

@@ -91,6 +91,8 @@ class InstructionData(PromptedData):
     def val_dataloader(self) -> Any:
         return super().val_dataloader() if self.val_fraction else []
 
+    template = TEMPLATE.replace("{instruction}", "{input}")
+
     def encode_prompts(self, prompts: Sequence[str]) -> list[list[int]]:
         begin = self.tokenizer.bos_token_id
         begins = [] if begin is None else [begin]

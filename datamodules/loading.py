@@ -272,6 +272,21 @@ class PartsData(LightningDataModule):
         """
         raise NotImplementedError
 
+    def describe(self) -> dict[str, Any]:
+        """What the use of a trained model needs to know of its data, in plain types.
+
+        Its `kind` is "images", "sentences" or "prompts"; {} if there is nothing to say.
+        """
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The description, and the class of the module: every checkpoint has it in itself."""
+        description = self.describe()
+        if not description or self.trainer is None:
+            return {}
+        module = type(self.trainer.lightning_module)
+        return {"description": description, "module": f"{module.__module__}.{module.__qualname__}"}
+
     def manifest(self, part: str) -> dict[str, Any]:
         """What is in a part, for others to check or to use again.
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from datamodules.loading import IGNORED
 from datamodules.text import TokenizedData
-from datamodules.tokens import encode, filling, pad
+from datamodules.tokens import encode, filling, pad, tokenizer_state
 
 
 class TeacherForcedSet(Dataset):
@@ -80,6 +80,23 @@ class PromptedData(TokenizedData):
         return [[*ids, self.end_token_id] for ids in encode(texts, self.tokenizer)]
 
     # What there is.
+
+    template: str | None = None  # what a user's input becomes a prompt in, with {input} in it
+
+    def describe(self) -> dict[str, Any]:
+        """The template, and the tokens before and behind a prompt."""
+        if self.template is None:
+            return {}
+        [plain], [ids] = encode(["a"], self.tokenizer), self.encode_prompts(["a"])
+        start = next(i for i in range(len(ids)) if ids[i : i + len(plain)] == plain)
+        return {
+            "kind": "prompts",
+            "template": self.template,
+            "before": ids[:start],
+            "behind": ids[start + len(plain) :],
+            "tokenizer": tokenizer_state(self.tokenizer),
+            "max_length": self.max_length,
+        }
 
     def prompts(self, part: str) -> list[str]:
         """The different prompts of a part, in order of first appearance."""

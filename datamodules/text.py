@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from datamodules.loading import IGNORED, PartsData, draw, hold_out
-from datamodules.tables import read_class, read_score, read_table, table_columns
+from datamodules.tables import TXT, read_class, read_score, read_table, table_columns
 from datamodules.tokens import (
     encode,
     filling,
@@ -22,6 +22,7 @@ from datamodules.tokens import (
     load_tokenizer,
     pad,
     special_tokens,
+    tokenizer_state,
     train_tokenizer,
 )
 
@@ -220,6 +221,18 @@ class SentenceData(TokenizedData):
     @property
     def regression(self) -> bool:
         return self.num_classes == 1
+
+    def describe(self) -> dict[str, Any]:
+        """Class names, and what `SentenceSet` takes, with the columns of a table."""
+        return {
+            "kind": "sentences",
+            "class_names": list(getattr(self, "class_names", [])),
+            "tokenizer": tokenizer_state(self.tokenizer),
+            "max_length": self.max_length,
+            "regression": self.regression,
+            "prompts": self.label_words is not None,
+            "columns": [getattr(self, "text", TXT), getattr(self, "pair", None)],
+        }
 
     def samples(self, part: str) -> SentenceSet:
         examples = self.examples(part)

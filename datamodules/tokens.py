@@ -82,6 +82,35 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     )
 
 
+SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+
+
+def tokenizer_state(tokenizer: Any) -> dict[str, Any]:
+    """A tokenizer in plain types, for a checkpoint; only its name if it is no fast one."""
+    if not getattr(tokenizer, "is_fast", False):
+        return {"name": tokenizer.name_or_path}
+    tokens = {f"{name}_token": getattr(tokenizer, f"{name}_token", None) for name in SPECIAL_TOKENS}
+    return {
+        "tokenizer": tokenizer.backend_tokenizer.to_str(),
+        "tokens": {name: str(token) for name, token in tokens.items() if token is not None},
+        "model_input_names": list(tokenizer.model_input_names),
+    }
+
+
+def tokenizer_from(state: dict[str, Any]) -> Any:
+    """The tokenizer that `tokenizer_state` wrote down."""
+    if "name" in state:
+        return load_tokenizer(state["name"])
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(state["tokenizer"]),
+        model_input_names=state["model_input_names"],
+        **state["tokens"],
+    )
+
+
 def encode(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
     """The tokens of each text, without special ones."""
     return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)[

@@ -6,13 +6,16 @@ import sys
 from recipes.cli import main
 from recipes.messages import console
 
-VERBS = {"claims": "recipes.ledger"}  # verb → the module whose main has the arguments behind it
+# verb → the module whose main has the arguments behind it; with -c, predict is Lightning's
+VERBS = {"claims": "recipes.ledger", "predict": "recipes.predict"}
 
 
 def dispatch() -> None:
     """Run a verb of VERBS, or a stage."""
-    if module := VERBS.get(" ".join(sys.argv[1:2])):
-        importlib.import_module(module).main(sys.argv[2:])
+    verb, arguments = " ".join(sys.argv[1:2]), sys.argv[2:]
+    of_a_stage = any(one.partition("=")[0] in ("-c", "--config") for one in arguments)
+    if verb in VERBS and not of_a_stage:
+        importlib.import_module(VERBS[verb]).main(arguments)
     else:
         main()
 

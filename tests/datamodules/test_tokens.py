@@ -2,9 +2,17 @@
 
 from pathlib import Path
 
+import pytest
 import torch
+from transformers import BertTokenizerFast
 
-from datamodules.tokens import load_tokenizer, pad, train_tokenizer
+from datamodules.tokens import (
+    load_tokenizer,
+    pad,
+    tokenizer_from,
+    tokenizer_state,
+    train_tokenizer,
+)
 
 
 def test_pad_left() -> None:
@@ -24,3 +32,21 @@ def test_trained_tokenizer_is_reproducible_lossless_and_saved(tmp_path: Path) ->
     loaded = load_tokenizer(str(tmp_path))
     assert loaded("The Mill", "£20") == first("The Mill", "£20")
     assert (loaded.pad_token_id, loaded.eos_token_id) == (0, 2)
+
+
+@pytest.mark.parametrize("kind", ["trained", "bert"])
+def test_a_checkpoint_s_state_makes_the_same_tokenizer(kind: str, tmp_path: Path) -> None:
+    if kind == "trained":
+        tokenizer = train_tokenizer(["The Eagle is a pub.", "£20"], 300)
+    else:
+        words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "eagle", "mill", "##s"]
+        (tmp_path / "vocab.txt").write_text("\n".join(words))
+        tokenizer = BertTokenizerFast(vocab=str(tmp_path / "vocab.txt"))
+    tokenizer("a text that is cut", truncation=True, max_length=3)  # leaves a mark in the backend
+    state = tokenizer_state(tokenizer)
+    torch.save(state, tmp_path / "state.pt")
+    again = tokenizer_from(torch.load(tmp_path / "state.pt", weights_only=True))
+    for pair in (("The Mills",), ("The Mill", "an Eagle, and much more")):
+        assert dict(again(*pair)) == dict(tokenizer(*pair))
+    assert again.pad_token_id == tokenizer.pad_token_id
+    assert again.mask_token == tokenizer.mask_token

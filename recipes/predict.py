@@ -1,0 +1,338 @@
+"""What a trained checkpoint says of new pictures or texts.
+
+    python -m recipes predict --ckpt_path RUN/checkpoints/last.ckpt ~/new_pictures
+    python -m recipes predict --ckpt_path RUN/checkpoints/last.ckpt reviews.csv --text review
+    echo "well made and quick" | python -m recipes predict --ckpt_path … -
+    … --granularity M, or --max_params 12M     a submodel of a nested model
+    … --adapter FOLDER                         another VeRA adapter on the same base
+
+    predictor = Predictor("RUN/checkpoints/last.ckpt")
+    for prediction in predictor(["one.jpg", "two.jpg"]):
+        print(prediction.label, prediction.probability)
+
+The checkpoint has class names, the size, mean and standard deviation of images, or the tokenizer in
+itself, so nothing else is asked. The table is printed and written to predictions.csv.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pandas as pd
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from datamodules.image_folders import all_images
+from datamodules.images import ImageData, read_image
+from datamodules.loading import IGNORED
+from datamodules.tables import TXT, read_table
+from datamodules.text import Example, SentenceSet
+from datamodules.tokens import encode, filling, pad, tokenizer_from
+from lightning_modules.decoding import generate
+from lightning_modules.matformer.costs import choose
+from lightning_modules.vera import load_adapter
+from recipes.records import write_whole
+from recipes.tables import Table
+
+SHOWN = 20  # rows in the terminal; the file has all
+UNITS = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a model says of one input.
+
+    Attributes:
+        label: the most likely class, the number of a regressor, or the text of a language model.
+        probability: of that class; None for numbers and texts.
+        top: the most likely classes with their probabilities, in order.
+    """
+
+    label: str
+    probability: float | None = None
+    top: list[tuple[str, float]] = field(default_factory=list)
+
+
+class Predictor:
+    """A checkpoint that answers.
+
+    Args:
+        checkpoint: of a run on images, sentences or prompts.
+        granularity: of a nested model, a name or one index for each layer; the largest when None.
+        max_params: instead of it, the Mix'n'Match submodel of at most so many parameters.
+        adapter: a folder of `save_adapter`, whose vectors and heads take the place of its own.
+        batch_size: inputs at once.
+        top_k: classes in `Prediction.top`.
+        max_new_tokens: of a language model's text.
+        device: such as "cuda"; the first accelerator, or the CPU, when None.
+
+    Raises:
+        FileNotFoundError: if there is no such checkpoint.
+        ValueError: if it does not say what it was trained on, or its model is not nested.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | Path,
+        granularity: str | list[int] | None = None,
+        max_params: float | None = None,
+        adapter: str | Path | None = None,
+        batch_size: int = 32,
+        top_k: int = 5,
+        max_new_tokens: int = 64,
+        device: str | None = None,
+    ) -> None:
+        self.description, module = described(checkpoint)
+        self.kind: str = self.description["kind"]
+        self.batch_size, self.top_k, self.max_new_tokens = batch_size, top_k, max_new_tokens
+        accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
+        self.device = torch.device(device or accelerator)
+        loaded: Any = module.load_from_checkpoint(checkpoint, map_location="cpu", weights_only=True)
+        self.module = loaded.to(self.device).eval()
+        if "tokenizer" in self.description:
+            self.tokenizer = tokenizer_from(self.description["tokenizer"])
+        if adapter is not None:
+            load_adapter(self.module.model, adapter)
+        if granularity is not None or max_params is not None:
+            if getattr(self.module.hparams, "fractions", None) is None:
+                raise ValueError(f"{checkpoint} is no nested model: it has one granularity")
+            if max_params is not None:
+                granularity = choose(self.module.model, max_params)
+            self.module.granularity = granularity
+
+    @torch.no_grad()
+    def __call__(self, inputs: Sequence[Any]) -> list[Prediction]:
+        """A prediction for each input.
+
+        Args:
+            inputs: paths or PIL images; sentences, or pairs of them; or prompts.
+
+        Raises:
+            OSError: if a file is no image that can be read.
+        """
+        answer: dict[str, Callable[[Any], list[Prediction]]] = {
+            "images": self._images,
+            "sentences": self._sentences,
+            "prompts": self._prompts,
+        }
+        predictions: list[Prediction] = []
+        for start in range(0, len(inputs), self.batch_size):
+            predictions += answer[self.kind](inputs[start : start + self.batch_size])
+        return predictions
+
+    def _images(self, images: Sequence[str | Path | Image.Image]) -> list[Prediction]:
+        fixed, to_tensor = ImageData(**self.description["transform"]).eval_transform()
+        opened = [
+            image.convert("RGB") if isinstance(image, Image.Image) else read_image(image)
+            for image in images
+        ]
+        tensors = torch.stack([to_tensor(fixed(image)) for image in opened]).to(self.device)
+        labels = torch.full((len(tensors),), IGNORED, device=self.device)
+        return self._classes(self.module.predict_step((tensors, labels), 0))
+
+    def _sentences(self, sentences: Sequence[str | tuple[str, str]]) -> list[Prediction]:
+        settings = {key: self.description[key] for key in ("max_length", "regression", "prompts")}
+        examples = [Example(one) if isinstance(one, str) else Example(*one) for one in sentences]
+        texts = SentenceSet(examples, self.tokenizer, **settings)
+        batch = texts.collate([texts[place] for place in range(len(texts))])
+        answers = self.module.predict_step(self._moved(batch), 0)
+        if self.description["regression"]:
+            return [Prediction(f"{number:.6g}") for number in answers.flatten().tolist()]
+        return self._classes(answers)
+
+    def _prompts(self, inputs: Sequence[str]) -> list[Prediction]:
+        texts = [self.description["template"].replace("{input}", one) for one in inputs]
+        before, behind = self.description["before"], self.description["behind"]
+        room = self.description["max_length"] - len(before) - len(behind)
+        ids = [[*before, *one[:room], *behind] for one in encode(texts, self.tokenizer)]
+        samples = [{"input_ids": one, "attention_mask": [1] * len(one)} for one in ids]
+        batch = self._moved(pad(samples, filling(self.tokenizer), left=True))
+        model, length = self.module.model, self.max_new_tokens
+        written = generate(model, batch, self.tokenizer, beams=1, max_new_tokens=length)
+        return [Prediction(text) for text in written]
+
+    def _moved(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.to(self.device) for name, tensor in batch.items()}
+
+    def _classes(self, logits: Tensor) -> list[Prediction]:
+        """The most likely classes of logits (B, C)."""
+        sigmoid = self.module.hparams.get("loss") == "sigmoid"  # each class for itself
+        shares = logits.float().sigmoid() if sigmoid else logits.float().softmax(-1)
+        names = self.description["class_names"]
+        best = shares.topk(min(self.top_k, shares.shape[-1]))
+        tops = [
+            [(names[place], share) for place, share in zip(places, row, strict=True)]
+            for row, places in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        ]
+        return [Prediction(*top[0], top) for top in tops]
+
+
+def described(checkpoint: str | Path) -> tuple[dict[str, Any], type[L.LightningModule]]:
+    """What a checkpoint says of its data, and the class of its module.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it says nothing.
+    """
+    if not Path(checkpoint).is_file():
+        raise FileNotFoundError(
+            f"{checkpoint} is not there: expected a checkpoint, such as RUN/checkpoints/last.ckpt"
+        )
+    content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+    for state in content.values():
+        if isinstance(state, dict) and {"description", "module"} <= state.keys():
+            place, _, name = state["module"].rpartition(".")
+            module = getattr(importlib.import_module(place), name)
+            if not issubclass(module, L.LightningModule) or not hasattr(module, "predict_step"):
+                break
+            return state["description"], module
+    raise ValueError(
+        f"{checkpoint} does not say what it was trained on: expected one of a classifier or a "
+        "language model, written by this version; an older one says it after another step of "
+        "training (fit --ckpt_path, with trainer.max_steps one higher)"
+    )
+
+
+def read_inputs(
+    paths: Sequence[str], description: dict[str, Any], text: str | None, pair: str | None
+) -> list[tuple[str, Any]]:
+    """Each input with its name: image files, or the rows of tables; "-" is standard input.
+
+    Raises:
+        FileNotFoundError: if a path is not there.
+        ValueError: if there is nothing to read, or a table has no such column.
+    """
+    inputs: list[tuple[str, Any]] = []
+    columns = description.get("columns", [TXT, None])
+    first, second = text or columns[0], pair or (columns[1] if text is None else None)
+    for path in paths:
+        if description["kind"] == "images":
+            lines = sys.stdin.read().split("\n") if path == "-" else [path]
+            files = [file for line in lines if line.strip() for file in _image_files(line.strip())]
+            inputs += [(file, file) for file in files]
+        elif path == "-":
+            inputs += [(line, line) for line in sys.stdin.read().split("\n") if line.strip()]
+        else:
+            one = TXT if path.endswith(".txt") else first
+            for _, row in read_table(path, [one, second] if second else [one]):
+                both = (row[one], row[second]) if second else row[one]
+                inputs.append((row[one] + (f" | {row[second]}" if second else ""), both))
+    if not inputs:
+        raise ValueError(f"{' '.join(paths)} holds no input: expected pictures, or lines of text")
+    return inputs
+
+
+def _image_files(path: str) -> list[str]:
+    place = Path(path).expanduser()
+    if place.is_dir():
+        return [str(file) for file, _ in all_images(place)]
+    if not place.is_file():
+        raise FileNotFoundError(f"{path} is not there: expected a picture or a folder of pictures")
+    if place.suffix.lower() not in IMG_EXTENSIONS:
+        known = ", ".join(IMG_EXTENSIONS)
+        raise ValueError(f"{path} is no picture: expected a name that ends in one of {known}")
+    return [str(place)]
+
+
+def answers(
+    predictor: Predictor, inputs: Sequence[tuple[str, Any]], unreadable: list[str]
+) -> Iterator[tuple[str, Prediction]]:
+    """Each input's name and prediction, a batch at a time.
+
+    Images that cannot be read are left out, and the reason is added to `unreadable`.
+    """
+    for start in range(0, len(inputs), predictor.batch_size):
+        batch = inputs[start : start + predictor.batch_size]
+        if predictor.kind == "images":
+            opened = []
+            for name, file in batch:
+                try:
+                    opened.append((name, read_image(file)))
+                except OSError as error:
+                    unreadable.append(str(error))
+            batch = opened
+        names, values = [name for name, _ in batch], [value for _, value in batch]
+        yield from zip(names, predictor(values), strict=True)
+
+
+def table_of(rows: Sequence[tuple[str, Prediction]]) -> pd.DataFrame:
+    """Columns input, prediction, probability, then class and probability of rank 2, 3, …"""
+    lines = []
+    for name, one in rows:
+        line: dict[str, Any] = {"input": name, "prediction": one.label}
+        if one.probability is not None:
+            line["probability"] = round(one.probability, 6)
+        for place, (label, share) in enumerate(one.top[1:], 2):
+            line |= {f"class_{place}": label, f"probability_{place}": round(share, 6)}
+        lines.append(line)
+    return pd.DataFrame(lines)
+
+
+def number(text: str) -> float:
+    """12M, 1.5G or 12000000.
+
+    Raises:
+        argparse.ArgumentTypeError: if it is none.
+    """
+    unit = UNITS.get(text[-1:].upper(), 1)
+    try:
+        return float(text[:-1] if unit > 1 else text) * unit
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number such as 12M") from None
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Predict what a command line names."""
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes predict",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("paths", nargs="+", metavar="PATH", help="pictures, folders, tables, or - for stdin")
+    add("--ckpt_path", required=True, metavar="CKPT", help="the checkpoint")
+    add("--out", default=".", metavar="DIR", help="where predictions.csv goes; default: here")
+    add("--top_k", type=int, default=5, metavar="K", help="classes to list; default 5")
+    add("--batch_size", type=int, default=32, metavar="N", help="inputs at once; default 32")
+    add("--text", metavar="COLUMN", help="of a table; default: that of the training")
+    add("--pair", metavar="COLUMN", help="the second sentence's")
+    add("--granularity", metavar="NAME", help="of a nested model, such as S; default the largest")
+    add("--max_params", type=number, metavar="N", help="of a nested model: 12M")
+    add("--adapter", metavar="DIR", help="a VeRA adapter of the same base")
+    add("--max_new_tokens", type=int, default=64, metavar="N", help="of a text; default 64")
+    add("--device", help="such as cuda; default: an accelerator if there is one")
+    options = parser.parse_args(argv)
+    for name in ("top_k", "batch_size", "max_new_tokens"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} {getattr(options, name)}: expected at least 1")
+    description, _ = described(options.ckpt_path)
+    inputs = read_inputs(options.paths, description, options.text, options.pair)
+    predictor = Predictor(
+        options.ckpt_path,
+        options.granularity,
+        options.max_params,
+        options.adapter,
+        options.batch_size,
+        options.top_k,
+        options.max_new_tokens,
+        options.device,
+    )
+    unreadable: list[str] = []
+    rows = list(answers(predictor, inputs, unreadable))
+    for reason in unreadable:
+        print(f"left out: {reason}", file=sys.stderr)
+    if not rows:
+        raise ValueError(f"none of the {len(inputs)} pictures could be read")
+    table = table_of(rows)
+    file = Path(options.out) / "predictions.csv"
+    write_whole(file, table.to_csv(index=False))
+    cells = table.head(SHOWN).astype(str).replace("nan", "").to_numpy().tolist()
+    more = [f"{len(table) - SHOWN} more are in the file"] if len(table) > SHOWN else []
+    Table(list(table.columns), cells, more).show(f"{len(table)} predictions: {file}")

@@ -1,0 +1,255 @@
+"""Predictions from a checkpoint alone: pictures, sentences, prompts."""
+
+import io
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+
+from datamodules.image_folders import ImageFolderData
+from lightning_modules.matformer import MatViT, extract
+from recipes import cli
+from recipes.__main__ import dispatch
+from recipes.predict import Predictor, main, number
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+COLORS = {"blue": (20, 30, 220), "green": (30, 200, 40), "red": (220, 20, 30)}
+SMALL = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
+
+
+def picture(color: str, seed: int, size: int = 20) -> Image.Image:
+    noise = np.random.default_rng(seed).integers(-20, 20, (size, size + 4, 3))
+    return Image.fromarray(np.clip(noise + COLORS[color], 0, 255).astype(np.uint8))
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """A run on a folder of class folders, and new pictures in one folder without classes."""
+    folder = tmp_path_factory.mktemp("pictures")
+    for name in COLORS:
+        (folder / "data" / name).mkdir(parents=True)
+        for seed in range(8):
+            picture(name, seed).save(folder / "data" / name / f"{seed}.png")
+    (folder / "new" / "deeper").mkdir(parents=True)
+    for place, name in enumerate(COLORS):
+        picture(name, 100 + place).save(folder / "new" / "deeper" / f"{name}.png")
+    cli.main(
+        [
+            *("fit", "-c", str(RECIPES / "matformer" / "folder.yaml")),
+            f"--data.root={folder / 'data'}",
+            *("--data.image_size=16", "--data.batch_size=8", "--data.num_workers=0"),
+            *("--data.augmentation=none", "--data.auto_augment=null", "--data.val_fraction=0.25"),
+            "--data.mean=[0.4,0.4,0.3]",
+            "--model.architecture=vit_small_patch16_224",
+            f"--model.model_args={json.dumps(SMALL)}",
+            *("--model.lr=3e-3", "--model.warmup_steps=2", "--trainer.max_epochs=12"),
+            *("--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"),
+            *("--trainer.logger=false", f"--checkpoint.dirpath={folder / 'run'}"),
+        ]
+    )
+    shutil.rmtree(folder / "data")  # nothing but the checkpoint is left
+    return folder
+
+
+class TestImages:
+    def test_the_command_writes_a_table_of_new_pictures(self, pictures, tmp_path, capsys):
+        checkpoint = str(pictures / "run" / "last.ckpt")
+        main(["--ckpt_path", checkpoint, str(pictures / "new"), "--out", str(tmp_path)])
+        table = pd.read_csv(tmp_path / "predictions.csv")
+        assert [Path(name).stem for name in table["input"]] == ["blue", "green", "red"]
+        assert table["prediction"].tolist() == ["blue", "green", "red"]
+        shares = table[["probability", "probability_2", "probability_3"]]
+        np.testing.assert_allclose(shares.sum(axis=1), 1, atol=1e-5)
+        assert (shares.diff(axis=1).iloc[:, 1:] <= 0).all(axis=None)
+        assert "3 predictions" in capsys.readouterr().out
+
+    def test_it_sees_what_validation_saw(self, pictures):
+        """The same logits as the trained module under the DataModule's own transform."""
+        path = pictures / "new" / "deeper" / "green.png"
+        data = ImageFolderData(root="", image_size=16, mean=(0.4, 0.4, 0.3))
+        fixed, to_tensor = data.eval_transform()
+        module = MatViT.load_from_checkpoint(pictures / "run" / "last.ckpt").eval()
+        with torch.no_grad():
+            logits = module(to_tensor(fixed(Image.open(path)))[None])[0]
+        [prediction] = Predictor(pictures / "run" / "last.ckpt", device="cpu")([path])
+        assert prediction.probability == pytest.approx(logits.softmax(0).max().item())
+
+    def test_pil_images_and_batches_of_any_size(self, pictures):
+        images = [picture(name, 200) for name in ("red", "blue", "green", "red", "blue")]
+        predictor = Predictor(pictures / "run" / "last.ckpt", batch_size=2, top_k=2)
+        predictions = predictor(images)
+        assert [one.label for one in predictions] == ["red", "blue", "green", "red", "blue"]
+        assert all(len(one.top) == 2 for one in predictions)
+
+    def test_a_named_granularity_is_the_extracted_model(self, pictures):
+        checkpoint = pictures / "run" / "last.ckpt"
+        image = picture("red", 300)
+        module = MatViT.load_from_checkpoint(checkpoint).eval()
+        fixed, to_tensor = ImageFolderData(
+            root="", image_size=16, mean=(0.4, 0.4, 0.3)
+        ).eval_transform()
+        for name in ("S", "XL"):
+            with torch.no_grad():
+                logits = extract(module.model, name)(to_tensor(fixed(image))[None])[0]
+            [prediction] = Predictor(checkpoint, granularity=name)([image])
+            assert prediction.probability == pytest.approx(logits.softmax(0).max().item(), rel=1e-5)
+
+    def test_a_budget_chooses_mix_n_match(self, pictures):
+        checkpoint = pictures / "run" / "last.ckpt"
+        module = MatViT.load_from_checkpoint(checkpoint)
+        sizes = {
+            name: sum(p.numel() for p in extract(module.model, name).parameters())
+            for name in ("S", "M", "L", "XL")
+        }
+        assert Predictor(checkpoint, max_params=sizes["M"]).module.granularity == [1, 1]
+        assert Predictor(checkpoint, max_params=sizes["L"] - 1).module.granularity == [1, 2]
+        with pytest.raises(ValueError, match="below the smallest"):
+            Predictor(checkpoint, max_params=sizes["S"] - 1)
+
+    def test_unreadable_pictures_are_named_and_left_out(self, pictures, tmp_path, capsys):
+        for name in ("a.png", "c.png"):
+            picture("red", 5).save(tmp_path / name)
+        (tmp_path / "b.png").write_bytes(b"no image")
+        command = ["--ckpt_path", str(pictures / "run" / "last.ckpt"), "--out", str(tmp_path)]
+        main([*command, str(tmp_path)])
+        assert "left out" in (said := capsys.readouterr().err) and "b.png" in said
+        assert len(pd.read_csv(tmp_path / "predictions.csv")) == 2
+        with pytest.raises(ValueError, match="none of the 1 pictures could be read"):
+            main([*command, str(tmp_path / "b.png")])
+
+    def test_wrong_inputs_are_said_in_a_sentence(self, pictures, tmp_path):
+        checkpoint = str(pictures / "run" / "last.ckpt")
+        (tmp_path / "notes.txt").write_text("x")
+        (tmp_path / "empty").mkdir()
+        for path, error, reason in (
+            ("nowhere.png", FileNotFoundError, "nowhere.png is not there: expected a picture"),
+            (str(tmp_path / "notes.txt"), ValueError, "is no picture: expected a name that ends"),
+            (str(tmp_path / "empty"), FileNotFoundError, "has no images"),
+        ):
+            with pytest.raises(error, match=reason):
+                main(["--ckpt_path", checkpoint, path])
+        with pytest.raises(FileNotFoundError, match="last.ckpt is not there"):
+            main(["--ckpt_path", str(tmp_path / "last.ckpt"), "x.png"])
+        torch.save({"state_dict": {}}, tmp_path / "old.ckpt")
+        with pytest.raises(ValueError, match="does not say what it was trained on"):
+            Predictor(tmp_path / "old.ckpt")
+        with pytest.raises(ValueError, match="--top_k 0: expected at least 1"):
+            main(["--ckpt_path", checkpoint, "x.png", "--top_k", "0"])
+
+
+WORDS = {"good": ["fine", "great", "lovely"], "poor": ["awful", "bad", "dreadful"]}
+
+
+@pytest.fixture(scope="module")
+def reviews(tmp_path_factory):
+    """A run on a csv, whose tokenizer was trained on it."""
+    folder = tmp_path_factory.mktemp("reviews")
+    rows = [
+        {"review": f"a {word} film, number {i}", "verdict": label}
+        for label, words in WORDS.items() for word in words for i in range(12)
+    ]  # fmt: skip
+    pd.DataFrame(rows).to_csv(folder / "train.csv", index=False)
+    bert = {
+        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "intermediate_size": 64, "vocab_size": 300, "max_position_embeddings": 64,
+    }  # fmt: skip
+    cli.main(
+        [
+            *("fit", "-c", str(RECIPES / "vera" / "text.yaml")),
+            *(f"--data.train={folder / 'train.csv'}", "--data.text=review"),
+            *("--data.label=verdict", "--data.tokenizer=null", "--data.vocab_size=300"),
+            *("--data.num_workers=0", "--data.max_length=32", "--data.batch_size=8"),
+            *("--model.architecture=bert", "--model.pretrained=false", "--model.method=full"),
+            f"--model.model_args={json.dumps(bert)}",
+            *("--model.lr=3e-3", "--trainer.max_epochs=6", "--trainer.accelerator=cpu"),
+            *("--trainer.callbacks=null", "--trainer.enable_progress_bar=false"),
+            *("--trainer.logger=false", f"--checkpoint.dirpath={folder / 'run'}"),
+            f"--trainer.default_root_dir={folder}",
+        ]
+    )
+    (folder / "train.csv").unlink()
+    return folder
+
+
+class TestSentences:
+    def test_a_table_standard_input_and_python_agree(self, reviews, tmp_path, monkeypatch, capsys):
+        checkpoint = str(reviews / "run" / "last.ckpt")
+        texts = ["a lovely film, number 99", "a dreadful film, number 3", "a great, great film"]
+        (tmp_path / "new.csv").write_text("id,review\n" + "".join(f'1,"{t}"\n' for t in texts))
+        (tmp_path / "new.jsonl").write_text(
+            "".join(json.dumps({"review": t}) + "\n" for t in texts)
+        )
+        (tmp_path / "new.txt").write_text("\n".join(texts))
+        labels = [one.label for one in Predictor(checkpoint)(texts)]
+        assert labels == ["good", "poor", "good"]
+        for path in ("new.csv", "new.jsonl", "new.txt", "-"):
+            monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(texts)))
+            source = path if path == "-" else str(tmp_path / path)
+            main(["--ckpt_path", checkpoint, source, "--out", str(tmp_path)])
+            table = pd.read_csv(tmp_path / "predictions.csv")
+            assert table["input"].tolist() == texts
+            assert table["prediction"].tolist() == labels
+
+    def test_another_column_is_named(self, reviews, tmp_path):
+        (tmp_path / "new.csv").write_text("comment\nan awful film\n")
+        command = ["--ckpt_path", str(reviews / "run" / "last.ckpt"), str(tmp_path / "new.csv")]
+        with pytest.raises(ValueError, match="no column 'review', the columns are 'comment'"):
+            main(command)
+        main([*command, "--text", "comment", "--out", str(tmp_path)])
+        assert pd.read_csv(tmp_path / "predictions.csv")["prediction"].tolist() == ["poor"]
+
+    def test_padding_in_a_batch_changes_nothing(self, reviews):
+        predictor = Predictor(reviews / "run" / "last.ckpt")
+        short, long = "bad", "a fine film that goes on and on, number 4"
+        alone = [predictor([one])[0].probability for one in (short, long)]
+        together = [one.probability for one in predictor([short, long])]
+        assert together == pytest.approx(alone, rel=1e-5)
+
+    def test_a_model_that_is_not_nested_has_no_granularity(self, reviews):
+        with pytest.raises(ValueError, match="no nested model"):
+            Predictor(reviews / "run" / "last.ckpt", granularity="S")
+
+
+def test_a_language_model_writes_text(tmp_path):
+    cli.main(
+        [
+            *("fit", "-c", str(RECIPES / "vera" / "e2e.yaml"), "--preset", "tiny"),
+            *("--trainer.max_steps=4", "--trainer.enable_progress_bar=false"),
+            *("--trainer.logger=false", "--trainer.limit_val_batches=1"),
+            *(f"--trainer.default_root_dir={tmp_path}", f"--checkpoint.dirpath={tmp_path}"),
+        ]
+    )
+    (tmp_path / "prompts.txt").write_text("name[Eagle], food[French]\nname[Zizzi]\n")
+    main(
+        [
+            *("--ckpt_path", str(tmp_path / "last.ckpt"), str(tmp_path / "prompts.txt")),
+            *("--out", str(tmp_path), "--max_new_tokens", "5"),
+        ]
+    )
+    table = pd.read_csv(tmp_path / "predictions.csv", keep_default_na=False)
+    assert list(table.columns) == ["input", "prediction"]
+    assert table["input"].tolist() == ["name[Eagle], food[French]", "name[Zizzi]"]
+
+
+def test_numbers_with_units():
+    assert [number(one) for one in ("12M", "1.5G", "70k", "8e3", "12")] == [
+        12e6, 1.5e9, 70e3, 8e3, 12,
+    ]  # fmt: skip
+    assert math.isclose(number("0.5b"), 5e8)
+
+
+def test_with_a_stage_s_file_predict_is_lightning_s(monkeypatch):
+    called = []
+    monkeypatch.setattr("recipes.__main__.main", lambda: called.append("stage"))
+    monkeypatch.setattr("recipes.predict.main", lambda argv: called.append(argv))
+    for command in (["-c", "stage.yaml"], ["--config=stage.yaml"], ["--ckpt_path", "a", "b.png"]):
+        monkeypatch.setattr(sys, "argv", ["recipes", "predict", *command])
+        dispatch()
+    assert called == ["stage", "stage", ["--ckpt_path", "a", "b.png"]]
