@@ -1,4 +1,4 @@
-"""Leaving the trained adapter behind, which is a thousand times smaller than a checkpoint."""
+"""Writing the trained VeRA adapter, which is a thousand times smaller than a checkpoint."""
 
 import logging
 from pathlib import Path
@@ -7,14 +7,17 @@ from typing import Any
 import lightning as L
 
 from lightning_modules.vera.adapter import save_adapter
+from lightning_modules.weights import read_state_dict
 
 log = logging.getLogger("lightning_modules")
 
 
 class SaveAdapter(L.Callback):
-    """Writes a VeRA adapter when training ends: kilobytes, to be read by `load_adapter`.
+    """Writes a VeRA adapter when training has ended: kilobytes, to be read by `load_adapter`.
 
-    A model of another method is left alone.
+    With a `monitor` the adapter is that of the best checkpoint, otherwise that of the last step.
+    Its manifest names the base, the tokenizer and the classes. A model of another method has no
+    adapter; that is logged.
 
     Args:
         folder: where to; `adapter` in the run's folder when null.
@@ -23,11 +26,37 @@ class SaveAdapter(L.Callback):
     def __init__(self, folder: str | None = None):
         self.folder = folder
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write it. All ranks take part, because a sharded vector has to be gathered."""
         model: Any = pl_module.model
         if not hasattr(model, "vera"):
             log.info("SaveAdapter: %s has no VeRA adapter to save", type(pl_module).__name__)
             return
+        best = best_checkpoint(trainer)
+        state = None if best is None else read_state_dict(best)
         folder = Path(self.folder or Path(trainer.default_root_dir) / "adapter")
-        save_adapter(model, folder)
+        save_adapter(model, folder, state=state, about=describe(pl_module, trainer))
+        log.info("SaveAdapter: wrote %s, of %s", folder, best or "the last step")
+
+
+def best_checkpoint(trainer: L.Trainer) -> Path | None:
+    """The file of the best checkpoint, if a checkpoint callback monitors something."""
+    for callback in trainer.checkpoint_callbacks:
+        monitored = getattr(callback, "monitor", None)
+        path = Path(getattr(callback, "best_model_path", ""))
+        if monitored and path.is_dir():
+            log.warning("SaveAdapter: %s is sharded; the adapter is that of the last step", path)
+        if monitored and path.is_file():
+            return path
+    return None
+
+
+def describe(pl_module: L.LightningModule, trainer: L.Trainer) -> dict[str, Any]:
+    """What using an adapter needs besides its tensors: base, tokenizer and class names."""
+    data = getattr(trainer, "datamodule", None)
+    return {
+        "base": pl_module.hparams.get("architecture"),
+        "base_init_from": getattr(pl_module, "init_from", None),
+        "tokenizer": getattr(data, "tokenizer_name", None),
+        "classes": list(getattr(data, "class_names", None) or []),
+    }

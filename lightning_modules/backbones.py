@@ -8,7 +8,7 @@ from typing import Any, Literal
 import timm
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
@@ -103,6 +103,41 @@ def build_text(
         loading = {"quantization_config": bits, "dtype": torch.bfloat16}
     # it comes in eval mode, which Lightning would keep: training would be without dropout
     return kind.from_pretrained(architecture, **loading, **model_args).train()
+
+
+def match_tokenizer(model: Any, trainer: Any) -> None:
+    """See to it that a model and the DataModule's tokenizer fit, if there is one.
+
+    A model that knows no padding token (GPT-2, as a classifier) takes the tokenizer's.
+
+    Raises:
+        ValueError: if the tokenizer has tokens that the model has no embedding of.
+    """
+    data = getattr(trainer, "datamodule", None)
+    tokens, config = getattr(data, "vocab_size", 0), model.config
+    if tokens > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokens} tokens and the model embeds {config.vocab_size}: set "
+            "data.tokenizer to the model's own, or vocab_size in model.model_args and data alike"
+        )
+    if config.pad_token_id is None:
+        config.pad_token_id = getattr(data, "pad_token_id", None)
+
+
+def text_inputs(batch: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
+    """What a transformers model takes of a batch.
+
+    Raises:
+        ValueError: if a text is longer than the model has positions for.
+    """
+    length = batch["input_ids"].shape[1]
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is not None and length > longest:
+        raise ValueError(
+            f"a text has {length} tokens and the model {longest} positions: set data.max_length to "
+            f"{longest} or less"
+        )
+    return {name: value for name, value in batch.items() if name != "labels"}
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:

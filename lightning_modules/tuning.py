@@ -6,7 +6,7 @@ the model's own parameters do not change, except where peft puts LoRA around a l
 
 import warnings
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
@@ -16,11 +16,15 @@ Tuning = Literal[
     "bitfit",
     "lora",
     "lora_fa",
+    "randlora",
+    "vblora",
     "adapter_h",
     "adapter_l",
     "adapter_p",
     "adapter_d",
 ]
+
+PEFT = ("lora", "lora_fa", "randlora", "vblora")
 
 # the last linear layer of attention and of the feed-forward part, as model families name them
 ATTENTION_OUT = ("attention.output.dense", "attn.c_proj", "attn.proj", "self_attn.o_proj")
@@ -34,14 +38,17 @@ def tune(
     rank: int = 8,
     targets: Sequence[str] = (),
     alpha: float | None = None,
+    **further: int,
 ) -> nn.Module:
     """Leave trainable what a method trains, and freeze the rest, in place.
 
     Args:
         model: a timm or transformers model.
         method: "full", everything. "head", the heads alone. "bitfit", all biases (Ben Zaken et
-            al., 2021). "lora", through peft (Hu et al., 2021); "lora_fa", the same with A frozen
-            (Zhang et al., 2023). "adapter_h", bottlenecks after attention and feed-forward,
+            al., 2021). Through peft: "lora" (Hu et al., 2021); "lora_fa", the same with A frozen
+            (Zhang et al., 2023); "randlora", sums of random low-rank matrices of full rank
+            (Albert et al., 2025); "vblora", LoRA whose factors are mixed of a shared bank of
+            vectors (Li et al., 2024). "adapter_h", bottlenecks after attention and feed-forward,
             before the residual sum, and the layers' norms (Houlsby et al., 2019); "adapter_l",
             one after the feed-forward part behind a norm of its own (Lin et al., 2020);
             "adapter_p", the same without the norm (Pfeiffer et al., 2021); "adapter_d",
@@ -50,6 +57,7 @@ def tune(
         rank: LoRA's r, or the width of the bottlenecks.
         targets: LoRA's layers, by the ends of their names.
         alpha: LoRA's scale is alpha / rank; rank when None.
+        **further: `vectors` and `vector_length` of VB-LoRA's bank, `seed` of RandLoRA's matrices.
 
     Returns:
         The same model.
@@ -79,8 +87,8 @@ def tune(
             raise ValueError(f"{type(model).__name__} has no biases for bitfit to train")
         for bias in biases:
             bias.requires_grad_(True)
-    elif method.startswith("lora"):
-        _add_lora(model, method, rank, targets, rank if alpha is None else alpha)
+    elif method in PEFT:
+        _add_peft(model, method, rank, targets, rank if alpha is None else alpha, **further)
     elif method.startswith("adapter"):
         _add_adapters(model, method, rank)
     for head in heads:
@@ -93,12 +101,26 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _add_lora(
-    model: nn.Module, method: str, rank: int, targets: Sequence[str], alpha: float
+def _add_peft(
+    model: nn.Module,
+    method: str,
+    rank: int,
+    targets: Sequence[str],
+    alpha: float,
+    seed: int = 0,
+    vectors: int = 256,
+    vector_length: int = 64,
 ) -> None:
     import peft  # here, because not every machine has it
 
-    config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets))  # type: ignore
+    config: Any
+    if method == "randlora":
+        config = peft.RandLoraConfig(r=rank, randlora_alpha=alpha, projection_prng_key=seed)
+    elif method == "vblora":
+        config = peft.VBLoRAConfig(r=rank, num_vectors=vectors, vector_length=vector_length)
+    else:
+        config = peft.LoraConfig(r=rank, lora_alpha=alpha)  # type: ignore[arg-type]
+    config.target_modules = set(targets)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft sets it for Conv1D
         peft.inject_adapter_in_model(config, model)

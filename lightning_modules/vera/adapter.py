@@ -8,6 +8,7 @@ noticed, and that of the base's parameters, so another base is.
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lightning_modules.vera.layer import VeraLayer, shape_of
+from lightning_modules.vera.targets import in_heads
 from lightning_modules.vera.vera import (
     Vera,
     attach,
-    in_heads,
+    layers_of,
     projections_of,
     strip,
     vectors_of,
@@ -32,7 +34,13 @@ FORMAT = 1
 MANIFEST, TENSORS = "manifest.json", "adapter.safetensors"
 
 
-def save_adapter(model: nn.Module, folder: str | Path, projections: bool = False) -> Path:
+def save_adapter(
+    model: nn.Module,
+    folder: str | Path,
+    projections: bool = False,
+    state: Mapping[str, Tensor] | None = None,
+    about: Mapping[str, Any] | None = None,
+) -> Path:
     """Write the vectors and the heads of an adapted model to a folder.
 
     Under FSDP2 every process has to call this; the first one writes.
@@ -42,6 +50,9 @@ def save_adapter(model: nn.Module, folder: str | Path, projections: bool = False
         folder: is made when it is missing.
         projections: write A and B too, so that loading does not rely on the generator. Matrices
             that no seed gives (an adapter from elsewhere) are written in any case.
+        state: vectors and heads to write instead of the model's, by the model's names: those of a
+            checkpoint of the same run.
+        about: further entries of the manifest, such as the name of the base and of the classes.
 
     Returns:
         The folder.
@@ -52,12 +63,17 @@ def save_adapter(model: nn.Module, folder: str | Path, projections: bool = False
     """
     record = vera_of(model)
     folder = Path(folder)
-    vectors = {key: (_whole(b), _whole(d)) for key, (b, d) in vectors_of(model).items()}
+    values = {**model.state_dict(), **(state or {})}
+    vectors = [
+        [_whole(values[f"{name}.{attribute}"]) for attribute in piece.names]
+        for name, layer in layers_of(model).items()
+        for piece in layer.slices
+    ]
     tensors = {
-        "b": torch.cat([b for b, _ in vectors.values()]),
-        "d": torch.stack([d for _, d in vectors.values()]),
+        "b": torch.cat([b for b, _ in vectors]),
+        "d": torch.stack([d for _, d in vectors]),
     }
-    for name, tensor in model.state_dict().items():
+    for name, tensor in values.items():
         if in_heads(name, record.heads):
             tensors[f"head.{name}"] = _whole(tensor).clone()
     pairs = projections_of(model)
@@ -73,6 +89,7 @@ def save_adapter(model: nn.Module, folder: str | Path, projections: bool = False
     settings = asdict(record)
     del settings["layers"]
     manifest = {
+        **(about or {}),
         "format": FORMAT,
         "method": "vera",
         **settings,
@@ -255,12 +272,22 @@ def base_sha256(model: nn.Module) -> str:
             skipped |= {f"{name}.{vector}" for piece in layer.slices for vector in piece.names}
             if layer.kept is not None:
                 kept[f"{name}.weight"] = layer.kept
+    return sha256_of(
+        {
+            name: kept.get(name, parameter)
+            for name, parameter in model.named_parameters()
+            if name not in skipped and not in_heads(name, record.heads)
+        }
+    )
+
+
+def sha256_of(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, shapes, types and bytes, in the order of the names."""
     digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        if name not in skipped and not in_heads(name, record.heads):
-            tensor = _whole(kept.get(name, parameter))
-            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    for name, tensor in sorted(tensors.items()):
+        tensor = _whole(tensor)
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_modules.vera.vera import layers_of, vectors_of, vera_of
+from lightning_modules.vera.vera import layers_of, vectors_of
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,13 @@ def vector_changes(model: nn.Module) -> dict[str, VectorChange]:
     Raises:
         ValueError: if the model has no VeRA layer.
     """
-    record = vera_of(model)
-    only_d = record.train == ("d",)
-    b_start, d_start = (1.0, 0.0) if only_d else (0.0, record.d_init)
+    starts = next(iter(layers_of(model).values())).starts
     return {
         key: VectorChange(
             d=d.norm().item(),
             b=b.norm().item(),
-            d_moved=(d - d_start).norm().item(),
-            b_moved=(b - b_start).norm().item(),
+            d_moved=(d - starts[1]).norm().item(),
+            b_moved=(b - starts[0]).norm().item(),
         )
         for key, (b, d) in vectors_of(model).items()
     }

@@ -17,10 +17,10 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_modules.vera.layer import shape_of
 from lightning_modules.vera.projections import Projections
+from lightning_modules.vera.targets import in_heads
 from lightning_modules.vera.vera import (
     Vera,
     attach,
-    in_heads,
     layers_of,
     projections_of,
     vectors_of,

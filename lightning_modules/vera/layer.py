@@ -50,8 +50,42 @@ class VeraLayer(nn.Module):
     """What a linear layer becomes: `VeraLinear` or `VeraConv1D`, with its own weight and bias."""
 
     slices: tuple[Slice, ...]
+    starts: tuple[float, float]  # what every entry of b and of d begins at
     kept: Tensor | None = None  # the base weight while merged
     rows: dict[str, tuple[Tensor, Tensor]] | None = None  # b and d of each row (many.py)
+
+    def reset_parameters(self) -> None:
+        """Initialise the layer, as after `to_empty` of a model that was built on meta."""
+        if isinstance(self, nn.Linear):
+            super().reset_parameters()
+        elif isinstance(self, Conv1D):  # which has no method for what its __init__ does
+            nn.init.normal_(self.weight, std=0.02)
+            nn.init.zeros_(self.bias)
+        self.reset_vectors()
+
+    @torch.no_grad()
+    def reset_vectors(self) -> None:
+        """Set b and d to what they begin at: the layer then computes what its base does."""
+        for piece in self.slices:
+            for vector, start in zip(self.vectors(piece), self.starts, strict=True):
+                vector.fill_(start)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move and cast the layer, but never its vectors to less than 32 bits.
+
+        `bf16-true` and `model.bfloat16()` come here. An eight-bit mantissa would lose most updates
+        of the few numbers that are trained.
+        """
+        vectors = [vector for piece in self.slices for vector in self.vectors(piece)]
+        kept = {id(t) for vector in vectors for t in (vector, vector.grad) if t is not None}
+
+        def cast(tensor: Tensor) -> Tensor:
+            result = fn(tensor)
+            if id(tensor) in kept and result.dtype.itemsize < 4:
+                return tensor.to(result.device)
+            return result
+
+        return super()._apply(cast, recurse)
 
     def vectors(self, piece: Slice) -> tuple[Tensor, Tensor]:
         """b (m,) and d (r,) of a slice."""

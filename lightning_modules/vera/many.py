@@ -23,7 +23,8 @@ from lightning_modules.vera.adapter import (
     record_from,
     split_vectors,
 )
-from lightning_modules.vera.vera import in_heads, layers_of, vectors_of, vera_of
+from lightning_modules.vera.targets import in_heads
+from lightning_modules.vera.vera import layers_of, vectors_of, vera_of
 
 
 class Adapters:

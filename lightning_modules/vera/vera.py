@@ -15,18 +15,15 @@ layer.py has what a layer becomes, and how it computes.
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.pytorch_utils import Conv1D
 
 from lightning_modules.vera.layer import (
-    QKV,
     Slice,
     VeraLayer,
     adapted_class,
@@ -35,9 +32,7 @@ from lightning_modules.vera.layer import (
     shape_of,
 )
 from lightning_modules.vera.projections import INITS, Init, Projections
-
-Targets = str | Sequence[str] | Mapping[str, Sequence[str]]
-INTERLEAVED = ("query_key_value",)  # fused head by head (BLOOM, GPT-NeoX): q is not one block
+from lightning_modules.vera.targets import Targets, check_blocks, in_heads, resolve
 
 
 @dataclass(frozen=True)
@@ -92,7 +87,7 @@ def add_vera(
         ValueError: for a rank below 1, a target or head that matches nothing, layers that share
             their weights, an unknown init, or a model adapted already.
     """
-    plan = _resolve(model, targets, tuple(heads))
+    plan = resolve(model, targets, heads)
     record = Vera(rank, seed, init, d_init, shared, tuple(train), plan, tuple(heads))
     return attach(model, record)
 
@@ -122,18 +117,15 @@ def attach(model: nn.Module, record: Vera, given: tuple[Tensor, Tensor] | None =
         dtype = torch.float32
         if weight.is_floating_point():
             dtype = torch.promote_types(weight.dtype, torch.float32)
-        kind: Any = type(layer)
-        layer.__class__ = adapted_class(kind)
+        layer.__class__ = adapted_class(type(layer))
         layer.slices = tuple(slices)
-        only_d = tuple(record.train) == ("d",)
+        layer.starts = (1.0, 0.0) if record.train == ("d",) else (0.0, record.d_init)
         for piece in slices:
-            starts = (1.0 if only_d else 0.0, 0.0 if only_d else record.d_init)
             sizes = (block, record.rank)
-            for vector_name, attribute, size, start in zip(
-                ("b", "d"), piece.names, sizes, starts, strict=True
-            ):
-                vector = torch.full((size,), start, device=weight.device, dtype=dtype)
-                setattr(layer, attribute, nn.Parameter(vector, vector_name in record.train))
+            for kind, attribute, size in zip(("b", "d"), piece.names, sizes, strict=True):
+                vector = torch.empty(size, device=weight.device, dtype=dtype)
+                setattr(layer, attribute, nn.Parameter(vector, kind in record.train))
+        layer.reset_vectors()
     for head in record.heads:
         model.get_submodule(head).requires_grad_(True)
     model.vera = record  # type: ignore[assignment]
@@ -193,11 +185,6 @@ def trainable_names(model: nn.Module) -> list[str]:
     return vectors + [n for n, _ in model.named_parameters() if in_heads(n, record.heads)]
 
 
-def in_heads(name: str, heads: Sequence[str]) -> bool:
-    """Whether a module or parameter is one of the heads or inside one."""
-    return any(name == head or name.startswith(f"{head}.") for head in heads)
-
-
 @torch.no_grad()
 def merge(model: nn.Module) -> nn.Module:
     """Add ΔW to every adapted weight, in place: inference then costs what the base's costs.
@@ -254,97 +241,15 @@ def strip(model: nn.Module) -> nn.Module:
         for piece in layer.slices:
             for attribute in piece.names:
                 delattr(layer, attribute)
-        for attribute in ("slices", "kept", "rows"):
+        for attribute in ("slices", "starts", "kept", "rows"):
             layer.__dict__.pop(attribute, None)
         layer.__class__ = type(layer).__mro__[2]
     del model.vera
     return model
 
 
-def _is_candidate(module: Any) -> bool:
-    """A plain layer, or a quantised subclass, which computes by its own forward."""
-    if type(module) in (nn.Linear, Conv1D):
-        return True
-    if isinstance(module, VeraLayer | NonDynamicallyQuantizableLinear):
-        return False
-    return isinstance(module, nn.Linear) and not module.weight.is_floating_point()
-
-
 def _seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8]) >> 1
-
-
-def _specs(targets: Targets) -> list[tuple[str, tuple[str, ...]]]:
-    """Every target as (pattern, labels of its slices)."""
-    if isinstance(targets, Mapping):
-        items = [(str(pattern), list(labels or ())) for pattern, labels in targets.items()]
-    else:
-        items = []
-        for target in [targets] if isinstance(targets, str) else targets:
-            pattern, colon, slices = target.partition(":")
-            items.append((pattern, slices.split(",") if colon else []))
-    specs = []
-    for pattern, labels in items:
-        labels = [label.strip() for label in labels] or [""]
-        if len(set(labels)) < len(labels) or len({parse_slice(label)[1] for label in labels}) > 1:
-            raise ValueError(
-                f"slices {', '.join(labels)} of target {pattern!r} do not go together: expected "
-                "different ones of one division, such as q,v"
-            )
-        specs.append((pattern, tuple(sorted(labels, key=parse_slice))))
-    return specs
-
-
-def _resolve(
-    model: nn.Module, targets: Targets, heads: tuple[str, ...]
-) -> dict[str, tuple[str, ...]]:
-    """The layers that the targets name, in the model's order."""
-    output = _output_layer(model)
-    candidates = {
-        name: module
-        for name, module in model.named_modules()
-        if _is_candidate(module) and not in_heads(name, heads)
-    }
-    if not targets:
-        raise ValueError(f"targets {targets!r} name no layer: give 'all-linear', say")
-    found: dict[str, tuple[str, ...]] = {}
-    for pattern, labels in _specs(targets):
-        every = pattern == "all-linear"
-        matched = [
-            name
-            for name, module in candidates.items()
-            if (module is not output if every else _fits(name, pattern))
-        ]
-        if not matched:
-            tails = Counter(name.rpartition(".")[2] for name in candidates)
-            listed = ", ".join(f"{tail} ({count})" for tail, count in tails.items()) or "none"
-            raise ValueError(
-                f"target {pattern!r} matches no linear layer of {type(model).__name__}: the names "
-                f"there are {listed}"
-            )
-        for name in matched:
-            if name in found:
-                raise ValueError(
-                    f"{name} is matched by two targets, the second {pattern!r}: name each layer "
-                    "once, all of its slices together"
-                )
-            found[name] = labels
-    return {name: found[name] for name in candidates if name in found}
-
-
-def _fits(name: str, pattern: str) -> bool:
-    """Whether the pattern fits the last parts of the dotted name, part by part."""
-    wanted = pattern.split(".")
-    parts = name.split(".")[-len(wanted) :]
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
-
-
-def _output_layer(model: nn.Module) -> nn.Module | None:
-    for getter in ("get_output_embeddings", "get_classifier"):
-        method = getattr(model, getter, None)
-        if callable(method):
-            return method()
-    return None
 
 
 def _check(model: nn.Module, record: Vera) -> None:
@@ -374,19 +279,7 @@ def _check(model: nn.Module, record: Vera) -> None:
     uses = Counter(id(p) for m in modules.values() for p in m._parameters.values() if p is not None)
     for name, labels in record.layers.items():
         layer: Any = modules[name]
-        outputs, inputs = shape_of(layer)
-        blocks = parse_slice(labels[0])[1]
-        if outputs % blocks:
-            raise ValueError(
-                f"{name} has {outputs} output features, which are not {blocks} equal blocks: "
-                "name another division such as 0of2, or the whole layer"
-            )
-        tail = name.rpartition(".")[2]
-        if labels[0] in QKV and (outputs != 3 * inputs or tail in INTERLEAVED):
-            raise ValueError(
-                f"{name} ({inputs} → {outputs}) is not laid out as [q | k | v] in equal thirds: "
-                "name the whole layer, or blocks such as 0of3 if they are what you mean"
-            )
+        check_blocks(model, name, labels)
         if uses[id(layer.weight)] > 1:
             raise ValueError(
                 f"{name}.weight is shared with another module, which merging would change too: "

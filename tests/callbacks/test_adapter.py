@@ -1,9 +1,12 @@
 """The adapter is left behind when training ends, and loads into its base."""
 
 import copy
+import json
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from callbacks.adapter import SaveAdapter
@@ -40,3 +43,41 @@ def test_other_methods_have_none(tmp_path, caplog):
     with caplog.at_level("INFO"):
         train(tmp_path, "lora")
     assert "no VeRA adapter to save" in caplog.text and not (tmp_path / "adapter").exists()
+
+
+class Digits(L.LightningDataModule):
+    """Six images of three classes; the validation loss rises after the first epoch."""
+
+    class_names, tokenizer_name = ["one", "two", "three"], None
+
+    def train_dataloader(self):
+        generator = torch.Generator().manual_seed(0)
+        return DataLoader(
+            [(torch.randn(3, 16, 16, generator=generator), i % 3) for i in range(6)], 2
+        )
+
+    def val_dataloader(self):
+        generator = torch.Generator().manual_seed(0)
+        return DataLoader(
+            [(torch.randn(3, 16, 16, generator=generator), (i + 1) % 3) for i in range(6)], 2
+        )
+
+
+def test_the_adapter_is_that_of_the_best_checkpoint(tmp_path):
+    torch.manual_seed(0)
+    module = ImageTuning(3, "vit_tiny_patch16_224", model_args=VIT, rank=4, lr=0.05, warmup=0)
+    best = ModelCheckpoint(tmp_path, "best", monitor="val/loss")
+    trainer = L.Trainer(
+        max_epochs=4, accelerator="cpu", logger=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path, callbacks=[SaveAdapter(), best],
+    )  # fmt: skip
+    trainer.fit(module, datamodule=Digits())
+    state = torch.load(tmp_path / "best.ckpt", weights_only=True)["state_dict"]
+    assert not torch.equal(state["model.head.weight"], module.model.head.weight)  # not the last
+    saved = load_file(tmp_path / "adapter" / "adapter.safetensors")
+    assert torch.equal(saved["head.head.weight"], state["model.head.weight"])
+    names = [f"model.blocks.{i}.attn.qkv.vera_b_{label}" for i in (0, 1) for label in "qv"]
+    assert torch.equal(saved["b"], torch.cat([state[name] for name in names]))
+    manifest = json.loads((tmp_path / "adapter" / "manifest.json").read_text())
+    assert manifest["base"] == "vit_tiny_patch16_224" and manifest["tokenizer"] is None
+    assert manifest["classes"] == ["one", "two", "three"]

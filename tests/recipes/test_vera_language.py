@@ -166,7 +166,7 @@ def quantised(tmp_path, monkeypatch):
         assert pretrained and quantize == "nf4"
         return backbones.build_text(architecture, task, model_args, pretrained)
 
-    monkeypatch.setattr("lightning_modules.vera.module.build_text", build)
+    monkeypatch.setattr("lightning_modules.vera.language_module.build_text", build)
     return lambda **arguments: LanguageTuning(
         str(tmp_path / "base"), pretrained=True, quantize="nf4", **{"rank": 4, **arguments}
     )

@@ -12,7 +12,7 @@ from lightning_modules.vera import add_vera, load_adapter, merge, save_adapter
 from lightning_modules.vera.projections import Projections
 from lightning_modules.vera.vera import projections_of, vectors_of
 
-SETTINGS = {"rank": 8, "targets": ["query", "qkv:q,v"], "heads": ["head"], "seed": 5}
+SETTINGS = {"rank": 8, "targets": ["query", "qkv:0of3,2of3"], "heads": ["head"], "seed": 5}
 
 
 class Toy(nn.Module):
@@ -154,7 +154,7 @@ def test_the_same_base_in_another_type(tmp_path):
         ({"seed": 0}, "has seed 5, but the model has 0"),
         ({"init": "uniform"}, "has init 'kaiming_uniform', but the model has 'uniform'"),
         ({"shared": False}, "has shared True, but the model has False"),
-        ({"targets": "query"}, "has other targets than the model: qkv:q, qkv:v differ"),
+        ({"targets": "query"}, "has other targets than the model: qkv:0of3, qkv:2of3 differ"),
     ],
 )
 def test_another_adaptation(tmp_path, arguments, message):
@@ -211,5 +211,5 @@ def test_shards_are_put_together(tmp_path):
 
 def test_vectors_are_named_by_layer(tmp_path):
     model = trained()
-    assert list(vectors_of(model)) == ["query", "qkv:q", "qkv:v"]
+    assert list(vectors_of(model)) == ["query", "qkv:0of3", "qkv:2of3"]
     assert len(projections_of(model)) == 1

@@ -43,7 +43,7 @@ def scramble(tensors):
 
 
 def test_vectors_have_moved_from_where_they_started():
-    model = add_vera(toy(), 4, ["query", "qkv:q,v"], d_init=0.3)
+    model = add_vera(toy(), 4, ["query", "qkv:0of3,2of3"], d_init=0.3)
     for change in vector_changes(model).values():
         assert change.d == pytest.approx(0.3 * math.sqrt(4))
         assert (change.b, change.d_moved, change.b_moved) == (0, 0, 0)
@@ -52,7 +52,7 @@ def test_vectors_have_moved_from_where_they_started():
             b[:] = torch.arange(6.0)
             d[:] = torch.tensor([3.3, 0.3, 4.3, 0.3])
     changes = vector_changes(model)
-    assert set(changes) == {"query", "qkv:q", "qkv:v"}
+    assert set(changes) == {"query", "qkv:0of3", "qkv:2of3"}
     for change in changes.values():
         assert change.d_moved == pytest.approx(5)
         assert change.b == change.b_moved == pytest.approx(math.sqrt(55))
@@ -65,14 +65,14 @@ def test_only_d_starts_at_zero_and_b_at_one():
 
 
 def test_weight_changes_of_vera_are_what_merging_adds():
-    model = add_vera(toy(), 4, ["query", "qkv:q,v"])
+    model = add_vera(toy(), 4, ["query", "qkv:0of3,2of3"])
     scramble([v for pair in vectors_of(model).values() for v in pair])
     merged, base = merge(copy.deepcopy(model)), toy()
     changes = weight_changes(model)
     torch.testing.assert_close(changes["query"], merged.query.weight - base.query.weight)
     fused = merged.qkv.weight - base.qkv.weight
-    torch.testing.assert_close(changes["qkv:q"], fused[:6])
-    torch.testing.assert_close(changes["qkv:v"], fused[12:])
+    torch.testing.assert_close(changes["qkv:0of3"], fused[:6])
+    torch.testing.assert_close(changes["qkv:2of3"], fused[12:])
 
 
 def test_weight_changes_of_lora_are_b_times_a():

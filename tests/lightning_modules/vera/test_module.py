@@ -1,5 +1,6 @@
 """The LightningModules: what they train, with which learning rate, and what they score."""
 
+import copy
 import math
 
 import lightning as L
@@ -10,7 +11,8 @@ from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torch.utils.data import DataLoader
 
 from lightning_modules.vera import ImageTuning, LanguageTuning, TextTuning
-from lightning_modules.vera.module import IGNORED, classification_scores, loss_of
+from lightning_modules.vera.module import IGNORED
+from lightning_modules.vera.scores import classification_scores, loss_of
 
 BERT = {
     "vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -84,7 +86,7 @@ def test_heads_and_targets_are_found(module, heads, adapted):
 
 def test_an_unknown_family_has_to_be_told_its_targets():
     module = ImageTuning(3, "resnet18", rank=4)
-    with pytest.raises(ValueError, match=r"ResNet has no queries and values.*model\.targets"):
+    with pytest.raises(ValueError, match=r"ResNet has no attention.*; or give model\.targets"):
         module.configure_model()
 
 
@@ -104,6 +106,7 @@ def test_scores_are_of_the_whole_set(classes):
             "accuracy": accuracy_score(labels, guesses),
             "f1": f1_score(labels, guesses, average=average),
             "matthews": matthews_corrcoef(labels, guesses),
+            "classes_predicted": len(guesses.unique()),
         },
         abs=1e-6,
     )
@@ -118,6 +121,7 @@ def test_guessing_one_class_correlates_with_nothing(classes):
         scores.reset()
         scores.update(guess, label)
         assert scores.compute()["matthews"] == matthews_corrcoef(label, guess) == 0
+        assert scores.compute()["classes_predicted"] == len(guess.unique())
 
 
 def test_regression_scores_are_of_the_whole_set():
@@ -189,7 +193,8 @@ def test_only_the_method_trains():
     ("change", "message"),
     [
         ({"rank": 8}, "its rank is 8, this run's is 4"),
-        ({"projection_seed": 1}, "its projection_seed is 1"),
+        ({"method_args": {"seed": 1}}, "its method_args is {'seed': 1"),
+        ({"method_args": {"train": ["b"]}}, "its method_args is .*'train': \\['b'\\]"),
         ({"method": "lora"}, "its method is 'lora', this run's is 'vera'"),
         ({"architecture": "roberta"}, "its architecture is 'roberta'"),
     ],
@@ -242,3 +247,118 @@ def test_model_and_tokenizer_have_to_fit():
         predict(module, Tokens(known, 17))
     [logits] = predict(TextTuning(2, "gpt2", model_args=GPT2, rank=2), Tokens(50))
     assert logits.shape == (2, 2)  # transformers wants a padding token for that
+
+
+def test_the_arguments_of_another_method_are_refused():
+    with pytest.raises(ValueError, match="has 'alpha', .* of method 'vera': expected d_init, seed"):
+        text(method_args={"alpha": 2.0})
+    with pytest.raises(ValueError, match="has 'd_init', .* of method 'full': expected none"):
+        text(method="full", method_args={"d_init": 2.0})
+
+
+class Sentences(L.LightningDataModule):
+    """Eight sentences of two classes, in batches of four."""
+
+    def train_dataloader(self):
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(2, 50, (8, 6), generator=generator)
+        rows = [
+            {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row[0] % 2}
+            for row in ids
+        ]
+        return DataLoader(rows, batch_size=4)
+
+    val_dataloader = train_dataloader
+
+
+def fit(module, folder, epochs=2, **arguments):
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=epochs, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=folder, num_sanity_val_steps=0,
+        **{"enable_checkpointing": False, **arguments},
+    )  # fmt: skip
+    trainer.fit(module, Sentences())
+    return trainer
+
+
+def vectors(module):
+    return {n: p.detach().clone() for n, p in module.named_parameters() if "vera_" in n}
+
+
+def test_bf16_true_keeps_the_vectors_in_float32(tmp_path):
+    """Near 0.1 a bfloat16 has steps of 5e-4: updates of 1e-4 would not move d."""
+    module = TextTuning(2, "bert", model_args=BERT, rank=4, lr=1e-4, warmup=0)
+    fit(module, tmp_path, precision="bf16-true")
+    assert module.model.bert.embeddings.word_embeddings.weight.dtype == torch.bfloat16
+    for name, vector in vectors(module).items():
+        assert vector.dtype == torch.float32, name
+        start = 0.1 if "vera_d" in name else 0.0
+        moved = (vector - start).abs()
+        assert (moved > 0).any() and moved.max() < 1e-3, name
+
+
+def test_fused_adamw_clips_under_bf16_mixed_on_a_cpu(tmp_path):
+    module = text(warmup=0)
+    before = vectors(module)
+    trainer = fit(module, tmp_path, precision="bf16-mixed", gradient_clip_val=1e-9)
+    assert trainer.optimizers[0].param_groups[0]["fused"]
+    # clipped to far below AdamW's epsilon of 1e-8, so that the steps stay small
+    after = vectors(module)
+    moved = max((after[name] - before[name]).abs().max().item() for name in before)
+    assert 0 < moved < 4e-4 < 4 * module.hparams.lr
+
+
+def test_a_checkpoint_of_the_adapter_alone_resumes(tmp_path):
+    torch.manual_seed(0)
+    base = text(method="full")
+    torch.save({"state_dict": base.state_dict()}, tmp_path / "base.ckpt")
+
+    def build(file="base.ckpt"):
+        torch.manual_seed(1)
+        return text(init_from=str(tmp_path / file), adapter_only=True, warmup=0)
+
+    once = build()
+    fit(once, tmp_path, epochs=2)
+    half = build()
+    trainer = fit(half, tmp_path, epochs=1, enable_checkpointing=True)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    saved = torch.load(tmp_path / "half.ckpt", weights_only=True)
+    names = saved["state_dict"].keys()
+    assert {n for n in names if "vera_" not in n} == {
+        "model.classifier.weight", "model.classifier.bias"
+    }  # fmt: skip
+    assert (tmp_path / "half.ckpt").stat().st_size < (tmp_path / "base.ckpt").stat().st_size
+    loaded = TextTuning.load_from_checkpoint(tmp_path / "half.ckpt")  # finds its base by itself
+    for name, value in half.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    other = text(method="full")
+    torch.save({"state_dict": other.state_dict()}, tmp_path / "other.ckpt")
+    wrong = build("other.ckpt")
+    with pytest.raises(ValueError, match="trained on another base than .*other.ckpt is now"):
+        wrong.on_load_checkpoint(copy.deepcopy(saved))
+    del saved["state_dict"]["model.classifier.bias"]
+    with pytest.raises(ValueError, match="does not hold what trains here, model.classifier.bias"):
+        build().on_load_checkpoint(saved)
+
+
+def test_an_adapter_alone_needs_a_base_that_can_be_found_again():
+    with pytest.raises(ValueError, match="set model.pretrained or model.init_from"):
+        text(adapter_only=True)
+
+
+def test_a_checkpoint_from_before_method_args_loads(tmp_path):
+    module = text(method_args={"seed": 3, "d_init": 0.2, "train": ["b"]})
+    saved = {name: module.hparams[name] for name in ("num_classes", "architecture", "model_args")}
+    saved |= {"method": "vera", "heads": None, "rank": 4, "targets": None, "d_init": 0.2}
+    saved |= {"projection_seed": 3, "init": "kaiming_uniform", "shared": True, "train": ["b"]}
+    saved |= {"alpha": None, "lr": 4e-3, "betas": [0.9, 0.999], "decay_vectors": False}
+    old = {"state_dict": module.state_dict(), "hyper_parameters": saved}
+    old["pytorch-lightning_version"] = "2.6.0"
+    torch.save(old, tmp_path / "old.ckpt")
+    loaded = TextTuning.load_from_checkpoint(tmp_path / "old.ckpt")
+    assert loaded.hparams.method_args == {"seed": 3, "d_init": 0.2, "train": ["b"],
+                                          "init": "kaiming_uniform", "shared": True}  # fmt: skip
+    assert loaded.model.vera == module.model.vera
+    module.on_load_checkpoint(old)
+    with pytest.raises(ValueError, match="its method_args is"):
+        text().on_load_checkpoint(old)

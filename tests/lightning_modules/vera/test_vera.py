@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections import OrderedDict
 
 import pytest
 import timm
@@ -10,8 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
+    CodeGenConfig,
+    CodeGenForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTBigCodeConfig,
+    GPTBigCodeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     RobertaConfig,
@@ -42,7 +47,7 @@ class Toy(nn.Module):
         return self.head(self.proj(self.qkv(self.wide(self.query(x).tanh()).tanh()).tanh()))
 
 
-ALL = ["query", "wide", "qkv:q,v", "proj"]
+ALL = ["query", "wide", "qkv:0of3,2of3", "proj"]
 
 
 def toy(dtype=torch.float64, seed=0):
@@ -75,9 +80,11 @@ def roberta(hidden, layers, heads, **kwargs):
     return RobertaForSequenceClassification(config)
 
 
+SPECIAL = {"bos_token_id": 0, "eos_token_id": 0}
+
+
 def gpt2(width, layers, heads, **kwargs):
-    special = {"bos_token_id": 0, "eos_token_id": 0}
-    config = GPT2Config(n_embd=width, n_layer=layers, n_head=heads, **special, **kwargs)
+    config = GPT2Config(n_embd=width, n_layer=layers, n_head=heads, **SPECIAL, **kwargs)
     return GPT2LMHeadModel(config)
 
 
@@ -164,7 +171,7 @@ def test_formula():
     assert a.shape == (8, 72) and b.shape == (24, 8)
     layer = model.qkv
     y = F.linear(x, layer.weight, layer.bias)
-    for label, rows in (("q", slice(0, 24)), ("v", slice(48, 72))):
+    for label, rows in (("0of3", slice(0, 24)), ("2of3", slice(48, 72))):
         scale_b, scale_d = getattr(layer, f"vera_b_{label}"), getattr(layer, f"vera_d_{label}")
         y[:, rows] += x @ (scale_b.diag() @ b @ scale_d.diag() @ a[:, :24]).T
     torch.testing.assert_close(layer(x), y, rtol=0, atol=1e-12)
@@ -285,7 +292,7 @@ def test_the_path_is_chosen_by_counting():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("tokens", "rank"), [(5, 8), (5, 64), (300, 8), (300, 64)])
 @pytest.mark.parametrize("grad_input", [True, False])
-@pytest.mark.parametrize("targets", ["0", "0:q,v"])
+@pytest.mark.parametrize("targets", ["0", "0:0of3,2of3"])
 def test_the_counts_are_those_of_the_operations(dtype, tokens, rank, grad_input, targets):
     def operations(model):
         x = torch.empty(tokens, 16, device="meta", dtype=dtype, requires_grad=grad_input)
@@ -327,6 +334,57 @@ def test_slices_touch_only_q_and_v():
         not torch.equal(*pair) for pair in zip(weight.chunk(3), qkv.weight.chunk(3), strict=True)
     ]
     assert changed == [True, False, True]
+
+
+def one_token(model, targets):
+    """The logits of one token before and after VeRA moves the targets."""
+    model.double().eval()
+    ids = torch.tensor([[3]])
+    before = model(ids).logits
+    scramble(add_vera(model, 4, targets))
+    return before, model(ids).logits
+
+
+def test_with_one_token_the_query_does_not_matter():
+    """Attention over one position gives its value, whatever the query and key are."""
+    for letter, matters in (("q", False), ("k", False), ("v", True)):
+        torch.manual_seed(0)
+        before, after = one_token(gpt2(12, 2, 2, vocab_size=9), f"c_attn:{letter}")
+        assert torch.allclose(before, after, rtol=0, atol=1e-12) != matters, letter
+
+
+BIG_CODE = {"vocab_size": 9, "n_embd": 12, "n_layer": 1, "n_head": 2, **SPECIAL}
+
+
+@pytest.mark.parametrize(
+    ("model", "layer"),
+    [
+        (
+            lambda: GPTBigCodeForCausalLM(
+                GPTBigCodeConfig(**BIG_CODE, multi_query=False)
+            ),
+            "c_attn",
+        ),
+        (lambda: GPTBigCodeForCausalLM(GPTBigCodeConfig(**BIG_CODE)), "c_attn"),
+        (
+            lambda: CodeGenForCausalLM(
+                CodeGenConfig(vocab_size=9, n_embd=16, n_layer=1, n_head=4, rotary_dim=4, **SPECIAL)
+            ),
+            "qkv_proj",
+        ),
+    ],
+    ids=["by head", "multi-query", "by block"],
+)
+def test_fused_projections_in_another_order_are_refused(model, layer):
+    """Their first third moves the values too, as one token shows."""
+    torch.manual_seed(0)
+    model = model()
+    with pytest.raises(ValueError, match=f"{layer} .*(equal thirds|equal blocks)"):
+        add_vera(model, 4, f"{layer}:q")
+    assert all(p.requires_grad for p in model.parameters())
+    if model.config.model_type == "codegen":
+        before, after = one_token(model, f"{layer}:0of3")
+        assert not torch.allclose(before, after)
 
 
 def test_blocks_of_other_fused_layers():
@@ -430,7 +488,7 @@ def test_all_linear_leaves_the_head():
         ({"targets": ["query", "q*"]}, "query is matched by two targets, the second 'q\\*'"),
         ({"targets": "qkv:q,w"}, "unknown slice 'w'"),
         ({"targets": "qkv:q,0of2"}, "do not go together"),
-        ({"targets": "wide:q"}, r"wide \(12 → 24\) is not laid out as \[q | k | v\]"),
+        ({"targets": "qkv:q"}, "how q, k and v lie in qkv is not known: .*Toy is no attention"),
         ({"targets": "head:0of2"}, "3 output features, which are not 2 equal blocks"),
         ({"rank": 0}, "rank 0 is not a whole number of at least 1"),
         ({"rank": 2.0}, "rank 2.0 is not a whole number"),
@@ -447,6 +505,85 @@ def test_bad_input(arguments, message):
         add_vera(model, **({"rank": 8, "targets": "query"} | arguments))
     assert all(p.requires_grad for p in model.parameters())
     assert [type(m) for m in model.modules()] == [type(m) for m in Toy().modules()]
+
+
+def test_a_model_built_on_meta_is_initialised_by_reset_parameters():
+    reference = add_vera(toy(torch.float32), 8, ALL, d_init=0.3, seed=4)
+    with torch.device("meta"):
+        model = add_vera(Toy(), 8, ALL, d_init=0.3, seed=4)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    for name, (b, d) in vectors_of(model).items():
+        assert b.eq(0).all() and d.eq(0.3).all(), name
+    matrices = [projections_of(m)[0].on(b.device, b.dtype) for m in (model, reference)]
+    assert all(torch.equal(*pair) for pair in zip(*matrices, strict=True))
+    model.load_state_dict(reference.state_dict())
+    x = torch.randn(3, 12)
+    assert torch.equal(model(x), reference(x))
+
+
+def test_a_conv1d_built_on_meta_is_initialised():
+    with torch.device("meta"):
+        model = add_vera(gpt2(12, 1, 2, vocab_size=9), 4, "c_fc").transformer.h[0].mlp.c_fc
+    model.to_empty(device="cpu").reset_parameters()
+    assert model.vera_b.eq(0).all() and 0 < model.weight.std() < 0.05
+
+
+def test_casting_a_model_leaves_the_vectors_in_float32():
+    model = scramble(add_vera(toy(torch.float32), 8, ALL))
+    exact = {name: (b.clone(), d.clone()) for name, (b, d) in vectors_of(model).items()}
+    model.bfloat16()
+    assert model.query.weight.dtype == torch.bfloat16
+    for name, pair in vectors_of(model).items():
+        assert all(torch.equal(*both) for both in zip(pair, exact[name], strict=True))
+    assert all(vector.dtype == torch.float64 for vector in vectors_of(model.double())["query"])
+
+
+def low_rank(inputs=12, rank=4, outputs=12):
+    return nn.Sequential(
+        OrderedDict(u=nn.Linear(inputs, rank, bias=False), v=nn.Linear(rank, outputs))
+    )
+
+
+def test_low_rank_layers():
+    model, x = toy(), torch.randn(3, 12).double()
+    model.query, model.qkv = low_rank().double(), low_rank(24, 4, 72).double()
+    expected = model(x)
+    add_vera(model, 8, ["query", "qkv:0of3,2of3"])
+    torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-12)
+    assert list(layers_of(model)) == ["query.u", "query.v", "qkv.v"]
+    count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert count == (4 + 8) + (12 + 8) + 2 * (24 + 8)
+    scramble(model)
+    changed = model(x)
+    assert not torch.allclose(changed, expected)
+    torch.testing.assert_close(strip(merge(model))(x), changed, rtol=0, atol=1e-10)
+    assert type(model.query) is nn.Sequential
+    every = toy()
+    every.query = low_rank().double()
+    add_vera(every, 8, "all-linear")
+    assert {"query.u", "query.v"} < set(layers_of(every))
+
+
+class OtherLinear(nn.Linear):
+    """Stands for a layer that another method has put in place."""
+
+
+@pytest.mark.parametrize("targets", ["query", "all-linear", ["wide", "q*"]])
+def test_layers_of_an_unknown_type_are_refused_by_name(targets):
+    model = toy()
+    model.query = OtherLinear(12, 12)
+    with pytest.raises(ValueError, match="matches query, a OtherLinear, and VeRA knows"):
+        add_vera(model, 8, targets)
+    assert all(p.requires_grad for p in model.parameters()) and not hasattr(model, "vera")
+    encoder = nn.TransformerEncoderLayer(12, 2, 24)
+    with pytest.raises(ValueError, match="self_attn.out_proj, a NonDynamicallyQuantizableLinear"):
+        add_vera(encoder, 8, "all-linear")
 
 
 def test_models_that_cannot_be_adapted():

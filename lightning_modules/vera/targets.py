@@ -1,0 +1,194 @@
+"""Which linear layers VeRA adapts, and which it refuses by name before a model is changed.
+
+A target is the last parts of a layer's dotted name, with wildcards, and after a colon the slices
+of a fused layer: "query", "blocks.*.attn.proj", "c_attn:q,v", "gate_up_proj:0of2".
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from lightning_modules.layouts import attentions, fused_slice
+from lightning_modules.vera.layer import QKV, parse_slice, shape_of
+
+Targets = str | Sequence[str] | Mapping[str, Sequence[str]]
+ALL = "all-linear"
+
+
+def resolve(
+    model: nn.Module, targets: Targets, heads: Sequence[str]
+) -> dict[str, tuple[str, ...]]:
+    """The layers that the targets name, in the model's order, each with its slices' labels.
+
+    A low-rank layer, an nn.Sequential of two nn.Linear (PELA's u and v), goes by its own name: both
+    of its linear layers are adapted, or slices of the second, whose output the labels divide.
+
+    Raises:
+        ValueError: if a target matches nothing, or a layer of a type that VeRA does not know, or
+            two targets match one layer.
+    """
+    if not targets:
+        raise ValueError(f"targets {targets!r} name no layer: give {ALL!r}, say")
+    modules = dict(model.named_modules())
+    outside = {n: m for n, m in modules.items() if n and not in_heads(n, heads)}
+    layers: dict[str, tuple[str, ...]] = {}
+    for pattern, labels in _parsed(targets):
+        matched = _matched(model, outside, pattern)
+        if not matched:
+            raise ValueError(_nothing_matches(model, outside, pattern))
+        for name in matched:
+            if low_rank(modules[name]):
+                first, second = (f"{name}.{child}" for child, _ in modules[name].named_children())
+                parts = {first: ("",), second: labels} if labels == ("",) else {second: labels}
+            else:
+                parts = {name: labels}
+            if twice := layers.keys() & parts:
+                raise ValueError(
+                    f"{min(twice)} is matched by two targets, the second {pattern!r}: name each "
+                    "layer once, all of its slices together"
+                )
+            layers |= parts
+    return {name: layers[name] for name in modules if name in layers}
+
+
+def in_heads(name: str, heads: Sequence[str]) -> bool:
+    """Whether a module or parameter is one of the heads or inside one."""
+    return any(name == head or name.startswith(f"{head}.") for head in heads)
+
+
+def low_rank(module: nn.Module) -> bool:
+    """Whether a module is two plain linear layers in a row."""
+    children = list(module.children())
+    return type(module) is nn.Sequential and [type(m) for m in children] == [nn.Linear] * 2
+
+
+def is_known(module: Any) -> bool:
+    """A plain linear layer, or a quantised subclass, which computes by its own forward."""
+    if type(module) in (nn.Linear, Conv1D):
+        return True
+    return isinstance(module, nn.Linear) and not module.weight.is_floating_point()
+
+
+def check_blocks(model: nn.Module, name: str, labels: Sequence[str]) -> None:
+    """See that a layer's output consists of the equal blocks that the labels name.
+
+    Raises:
+        ValueError: if it does not, or holds q, k and v in another way than [q | k | v].
+    """
+    modules = dict(model.named_modules())
+    outputs, _ = shape_of(modules[name])
+    blocks = parse_slice(labels[0])[1]
+    if outputs % blocks:
+        raise ValueError(
+            f"{name} has {outputs} output features, which are not {blocks} equal blocks: "
+            "name another division such as 0of2, or the whole layer"
+        )
+    if labels[0] not in QKV:
+        return
+    parent = name.rpartition(".")[0]
+    projection = parent if low_rank(modules[parent]) else name
+    size = outputs // 3
+    for letter in labels:
+        rows = fused_slice(model, projection, letter)
+        start = QKV.index(letter) * size
+        if rows != [range(start, start + size)]:
+            raise ValueError(
+                f"{name} does not hold [q | k | v] in equal thirds ({letter} is made by "
+                f"{_some(rows)} of its {outputs} outputs): name the layer without slices"
+            )
+
+
+def _parsed(targets: Targets) -> list[tuple[str, tuple[str, ...]]]:
+    """Every target as (pattern, labels of its slices)."""
+    if isinstance(targets, Mapping):
+        items = [(str(pattern), list(labels or ())) for pattern, labels in targets.items()]
+    else:
+        items = []
+        for target in [targets] if isinstance(targets, str) else targets:
+            pattern, colon, slices = target.partition(":")
+            items.append((pattern, slices.split(",") if colon else []))
+    parsed = []
+    for pattern, labels in items:
+        labels = [label.strip() for label in labels] or [""]
+        if len(set(labels)) < len(labels) or len({parse_slice(label)[1] for label in labels}) > 1:
+            raise ValueError(
+                f"slices {', '.join(labels)} of target {pattern!r} do not go together: expected "
+                "different ones of one division, such as q,v"
+            )
+        parsed.append((pattern, tuple(sorted(labels, key=parse_slice))))
+    return parsed
+
+
+def _matched(model: nn.Module, modules: Mapping[str, nn.Module], pattern: str) -> list[str]:
+    """The names of the layers that a pattern matches.
+
+    Raises:
+        ValueError: if one of them is linear, but of a type that VeRA does not know.
+    """
+    output = _output_layer(model)
+    if pattern == ALL:
+        matched = [name for name, module in modules.items() if module is not output]
+    else:
+        matched = [name for name in modules if _fits(name, pattern)]
+    for name in matched:
+        module: Any = modules[name]
+        linear = isinstance(module, nn.Linear | Conv1D) or hasattr(module, "in_features")
+        if linear and not is_known(module):
+            raise ValueError(
+                f"target {pattern!r} matches {name}, a {type(module).__name__}, and VeRA knows "
+                "plain nn.Linear and Conv1D layers only: undo what changed it, or name other layers"
+            )
+    known = [name for name in matched if is_known(modules[name])]
+    pairs = [name for name in matched if low_rank(modules[name])]
+    return known + [name for name in pairs if not any(n.startswith(f"{name}.") for n in known)]
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Whether the pattern fits the last parts of the dotted name, part by part."""
+    wanted = pattern.split(".")
+    parts = name.split(".")[-len(wanted) :]
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _nothing_matches(model: nn.Module, modules: Mapping[str, nn.Module], pattern: str) -> str:
+    linear = [name for name, module in modules.items() if is_known(module)]
+    tails = Counter(name.rpartition(".")[2] for name in linear)
+    listed = ", ".join(f"{tail} ({count})" for tail, count in tails.items()) or "none"
+    return (
+        f"target {pattern!r} matches no linear layer of {type(model).__name__}: the names there "
+        f"are {listed}"
+    )
+
+
+def _some(rows: list[range]) -> str:
+    shown = ", ".join(f"{part.start} to {part.stop - 1}" for part in rows[:2])
+    return shown + (", …" if len(rows) > 2 else "")
+
+
+def _output_layer(model: nn.Module) -> nn.Module | None:
+    for getter in ("get_output_embeddings", "get_classifier"):
+        method = getattr(model, getter, None)
+        if callable(method):
+            return method()
+    return None
+
+
+def query_and_value(model: nn.Module) -> list[str]:
+    """The targets that stand for all query and value projections of a model.
+
+    Raises:
+        ValueError: if lightning_modules/layouts.py does not know the model's attention.
+    """
+    try:
+        layers = attentions(model)
+    except ValueError as error:
+        raise ValueError(f"{error}; or give model.targets") from None
+    targets = []
+    for attention in layers:
+        q, k, v = (f"{attention.name}.{attention.rows(letter)[0]}" for letter in QKV)
+        targets += [f"{q}:q,v"] if q == k == v else [q, v]
+    return targets

@@ -1,0 +1,58 @@
+"""Fine-tuning of sentence classifiers and regressors (VeRA, Section 4.1)."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torchmetrics import MetricCollection
+
+from lightning_modules.backbones import build_text, match_tokenizer, text_inputs
+from lightning_modules.vera.module import IGNORED, FineTuning
+from lightning_modules.vera.scores import classification_scores
+
+
+class TextTuning(FineTuning):
+    """A sentence classifier of transformers or, with one class, a regressor (STS-B).
+
+    Args:
+        num_classes: outputs of the head; 1 for regression.
+        architecture: a hub name, a folder with config.json, or a model type such as "roberta".
+        **kwargs: see `FineTuning`.
+    """
+
+    def __init__(
+        self, num_classes: int, architecture: str = "FacebookAI/roberta-base", **kwargs: Any
+    ):
+        super().__init__(architecture=architecture, **kwargs)
+
+    def build(self) -> nn.Module:
+        """A transformers model for sequence classification."""
+        h: Any = self.hparams
+        arguments = {**(h.model_args or {}), "num_labels": h.num_classes}
+        model = build_text(h.architecture, "classification", arguments, self.pretrained)
+        match_tokenizer(model, self._trainer)
+        return model
+
+    def default_heads(self, model: nn.Module) -> list[str]:
+        """The classifier, by whatever name it has: every part beside the pre-trained model."""
+        return [
+            name
+            for name, part in model.named_children()
+            if name != model.base_model_prefix and any(True for _ in part.parameters())
+        ]
+
+    def build_scores(self) -> MetricCollection:
+        """Accuracy, F1 and Matthews' correlation; Pearson's and Spearman's for regression."""
+        return classification_scores(self.hparams["num_classes"])
+
+    def outputs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Logits (n, C), for regression (n,), and labels (n,) of the labelled rows."""
+        targets = batch["labels"]
+        logits = self.predict_step(batch, 0)
+        kept = targets != IGNORED
+        return logits[kept], targets[kept]
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Logits (B, C), or scores (B,) of a regressor."""
+        assert self.model is not None
+        logits = self.model(**text_inputs(batch, self.model)).logits
+        return logits.squeeze(-1) if self.hparams["num_classes"] == 1 else logits
