@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from datamodules.loading import data_folder
+from datamodules.loading import data_folder, hold_out
 from datamodules.tables import column_error, open_lines, read_class, read_score
 from datamodules.text import Example, SentenceData
 
@@ -92,7 +92,8 @@ class GLUEData(SentenceData):
     `train`, `val` and `test` are labelled: GLUE's test labels are not public, so `test` is the
     development part again; `predict` is the official test part, for `write_submission`. MNLI
     validates on the matched part and MNLI-MM on the mismatched one, after the same training. AX,
-    the diagnostic set, only predicts, with a model trained on MNLI.
+    the diagnostic set, only predicts, with a model trained on MNLI. With `val_fraction`, `val` is a
+    share of the training part, so that what is chosen on it can be scored on a `test` unseen.
 
     Args:
         task: CoLA, SST-2, MRPC, STS-B, QQP, MNLI, MNLI-MM, QNLI, RTE, WNLI or AX.
@@ -102,6 +103,8 @@ class GLUEData(SentenceData):
             "generated" writes a small set of the same format with `write_glue` and reads that.
         bad_rows: what to do with a row of the wrong length; the official QQP has a few, which
             everybody skips.
+        val_fraction: share of the training part, drawn by `seed`, that is held out to validate on
+            instead of the development part; 0 holds nothing out.
         **kwargs: see `SentenceData`.
     """
 
@@ -112,6 +115,7 @@ class GLUEData(SentenceData):
         folder: str | None = None,
         source: Source = "folder",
         bad_rows: Literal["error", "skip"] = "error",
+        val_fraction: float = 0.0,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -121,7 +125,12 @@ class GLUEData(SentenceData):
             raise ValueError(f"bad_rows is {bad_rows!r}, expected error or skip.")
         self.task_name, self.task = task, find_task(task)
         self.root, self.folder_name = root, folder or self.task.folder
-        self.source, self.bad_rows = source, bad_rows
+        if not 0 <= val_fraction < 1:
+            raise ValueError(
+                f"val_fraction is {val_fraction}, expected a share from 0 to below 1: leave it at "
+                "0 to validate on the development part."
+            )
+        self.source, self.bad_rows, self.val_fraction = source, bad_rows, val_fraction
 
     @property
     def num_classes(self) -> int:
@@ -137,7 +146,12 @@ class GLUEData(SentenceData):
         return list(self.task.metrics)
 
     def load(self, part: str) -> list[Example]:
-        part = "val" if part == "test" else part
+        if self.val_fraction and part in ("train", "val"):
+            train, val = hold_out(self._official("train"), self.val_fraction, self.seed)
+            return train if part == "train" else val
+        return self._official("val" if part == "test" else part)
+
+    def _official(self, part: str) -> list[Example]:
         name = self.task.files[("train", "val", "predict").index(part)]
         if name is None:
             raise ValueError(

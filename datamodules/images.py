@@ -136,6 +136,8 @@ class ImageData(PartsData):
         label_smoothing: share of the target spread over all classes; makes soft targets too.
         per_class: keep at most this many training images of each class, drawn by `seed`.
         classes: keep these classes, and relabel them 0, 1, … in this order.
+        val_per_class: validate on this many of the training images that `per_class` leaves over of
+            each class, so that settings can be chosen without a look at the test part.
         val_fraction: share of each class's training images put aside for validation when the data
             come without a validation part; 0 validates on the test part.
     """
@@ -166,6 +168,7 @@ class ImageData(PartsData):
         mixup_prob: float = 1.0,
         label_smoothing: float = 0.0,
         per_class: int | None = None,
+        val_per_class: int | None = None,
         classes: list[int] | None = None,
         val_fraction: float = 0.0,
     ) -> None:
@@ -174,6 +177,11 @@ class ImageData(PartsData):
             raise ValueError(f"augmentation is {augmentation!r}, expected timm, light or none.")
         if not 0 <= val_fraction <= 1:
             raise ValueError(f"val_fraction is {val_fraction}, expected a share between 0 and 1.")
+        if val_per_class is not None and (per_class is None or val_per_class < 1):
+            raise ValueError(
+                f"val_per_class is {val_per_class} with per_class {per_class}: expected 1 or more "
+                "of the images that per_class leaves over; set both or neither."
+            )
         self.root, self.folder_name = root, name
         self.image_size, self.interpolation, self.crop_pct = image_size, interpolation, crop_pct
         self.augmentation, self.auto_augment, self.cache = augmentation, auto_augment, cache
@@ -181,7 +189,7 @@ class ImageData(PartsData):
         self.scale, self.hflip, self.mean, self.std = scale, hflip, mean, std
         self.mixup, self.cutmix, self.mixup_prob = mixup, cutmix, mixup_prob
         self.label_smoothing, self.val_fraction = label_smoothing, val_fraction
-        self.per_class, self.classes = per_class, classes
+        self.per_class, self.val_per_class, self.classes = per_class, val_per_class, classes
         self._sets: dict[str, ImageSet] = {}
         self._drawn: set[str] = set()  # parts that the seed chose
         self._class_names: list[str] = []
@@ -258,6 +266,9 @@ class ImageData(PartsData):
             limit = self.per_class
             train, rest = draw_per_class(train, lambda n: min(n, limit), self.seed)
             self._drawn |= {"train"} if rest else set()
+            if (count := self.val_per_class) is not None:
+                val, _ = draw_per_class(rest, lambda n: min(n, count), self.seed)
+                self._drawn |= {"val"}
         fixed, random = self.train_transform()
         self._sets["train"] = ImageSet(train, self.read, fixed, random)
         fixed, random = self.eval_transform()

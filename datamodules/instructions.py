@@ -27,6 +27,7 @@ TEMPLATE_WITH_INPUT = (
     "context. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
 )
+_FOLLOW_UP = "{before}{response}\n\n### Instruction:\n{instruction}\n\n### Response:"
 _KEYS = ("instruction", "input", "output")
 
 
@@ -35,6 +36,14 @@ class Instruction(NamedTuple):
 
     prompt: str
     response: str
+
+
+class Question(NamedTuple):
+    """A question of MT-Bench: two turns, the second of which refers to the first answer."""
+
+    question_id: int
+    category: str
+    turns: list[str]
 
 
 class InstructionData(PromptedData):
@@ -103,6 +112,40 @@ def fill_template(instruction: str, input: str = "") -> str:
     """Alpaca's prompt for an instruction, with or without an input."""
     template = TEMPLATE_WITH_INPUT if input else TEMPLATE
     return template.format(instruction=instruction, input=input)
+
+
+def follow_up(before: str, response: str, instruction: str) -> str:
+    """The prompt of a conversation's next turn: what was asked and answered, then the instruction.
+
+    Args:
+        before: the prompt of the turn before.
+        response: the model's.
+        instruction: what is asked next.
+    """
+    return _FOLLOW_UP.format(before=before, response=response, instruction=instruction)
+
+
+def read_questions(path: str | Path) -> list[Question]:
+    """The questions of MT-Bench's question.jsonl (Zheng et al., arXiv 2306.05685).
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line is no JSON object with question_id, category and a list of turns.
+    """
+    questions = []
+    for number, line in enumerate(open_lines(path), start=1):
+        if not line.strip():
+            continue
+        entry = _parse(line, f"{path}, line {number}")
+        try:
+            question = Question(*(entry[key] for key in Question._fields))
+        except (KeyError, TypeError):
+            raise ValueError(
+                f"{path}, line {number}: expected an object with {', '.join(Question._fields)}, as "
+                "MT-Bench's question.jsonl has them: give that file."
+            ) from None
+        questions.append(question)
+    return questions
 
 
 def read_instructions(path: str | Path) -> list[Instruction]:
@@ -198,4 +241,31 @@ def write_instructions(folder: str | Path, count: int = 256, seed: int = 0) -> P
     entries = [dict(zip(_KEYS, example, strict=True)) for example in chosen]
     path = folder / "alpaca_data.json"
     path.write_text(json.dumps(entries, indent=4, ensure_ascii=False), encoding="utf-8")
+    return path
+
+
+def write_questions(folder: str | Path, count: int = 8) -> Path:
+    """Writes question.jsonl in MT-Bench's form: questions of two turns on `write_instructions`' tasks.
+
+    Args:
+        folder: made if it is not there.
+        count: number of questions, at most 9.
+
+    Returns:
+        The file.
+    """
+    lines = [
+        {
+            "question_id": number,
+            "category": "generated",
+            "turns": [
+                f"Write the word twice: {noun}.",
+                "Now write your answer in capitals.",
+            ],
+        }
+        for number, noun in enumerate(_NOUNS[:count], start=1)
+    ]
+    path = Path(folder) / "question.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path

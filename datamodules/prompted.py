@@ -122,7 +122,7 @@ class PromptedData(TokenizedData):
 
     def samples(self, part: str) -> Dataset:
         if part in ("test", "predict"):
-            return self._prompt_set("test")
+            return self._prompt_set(self.prompts("test"))
         prompts, texts = zip(*self.examples(part), strict=True)
         pairs = [
             (prompt, text[: self.max_length - len(prompt)])
@@ -144,10 +144,14 @@ class PromptedData(TokenizedData):
         return TeacherForcedSet(pairs, filling(self.tokenizer))
 
     def prompt_dataloader(self, part: str) -> DataLoader:
-        return self.loader(self._prompt_set(part))
+        return self.loader(self._prompt_set(self.prompts(part)))
 
-    def _prompt_set(self, part: str) -> PromptSet:
-        return PromptSet(self.encode_prompts(self.prompts(part)), filling(self.tokenizer))
+    def loader_of(self, prompts: Sequence[str]) -> DataLoader:
+        """Batches of any prompts, as `prompt_dataloader` makes them of a part's."""
+        return self.loader(self._prompt_set(prompts))
+
+    def _prompt_set(self, prompts: Sequence[str]) -> PromptSet:
+        return PromptSet(self.encode_prompts(prompts), filling(self.tokenizer))
 
 
 def group(pairs: Iterable[tuple[str, str | None]]) -> dict[str, list[str]]:

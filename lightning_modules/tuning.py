@@ -123,7 +123,10 @@ def _add_peft(
     config.target_modules = set(targets)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft sets it for Conv1D
-        peft.inject_adapter_in_model(config, model)
+        if method == "vblora":  # its layers hold the shared bank; the wrapper is not needed
+            peft.tuners.vblora.VBLoRAModel(model, config, "default")
+        else:
+            peft.inject_adapter_in_model(config, model)
     if method == "lora_fa":
         for name, parameter in model.named_parameters():
             if ".lora_A." in name:

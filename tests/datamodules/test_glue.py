@@ -185,3 +185,15 @@ def test_the_default_csv_reader_would_lose_rows(recipes_data: Path) -> None:
     with open(path, encoding="utf-8", newline="") as file:
         merged = len(list(csv.reader(file, delimiter="\t"))) - 1
     assert merged < len(read_glue("STS-B", path)) == 5749
+
+
+def test_a_share_of_the_training_part_to_choose_on():
+    """Validation on held-out training examples; the development part stays unseen until the test."""
+    official = GLUEData("RTE", source="generated", vocab_size=300)
+    data = GLUEData("RTE", source="generated", vocab_size=300, val_fraction=0.25)
+    everything = official.examples("train")
+    train, val = data.examples("train"), data.examples("val")
+    assert sorted(train + val) == sorted(everything) and len(val) == len(everything) // 4
+    assert data.examples("test") == official.examples("val")
+    with pytest.raises(ValueError, match="val_fraction is 1, expected a share from 0 to below 1"):
+        GLUEData("RTE", val_fraction=1)

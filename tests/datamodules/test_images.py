@@ -580,3 +580,16 @@ def test_the_highest_level_of_posterize_is_black():
         found = AugmentOp("PosterizeIncreasing", prob=1.0, magnitude=magnitude)(image)
         assert found.size == image.size
     assert found.getextrema() == ((0, 0),) * 3
+
+
+def test_validation_on_images_that_per_class_leaves_over(folders):
+    """Two of a class train, one other validates, and the test part is the official one."""
+    data = folder_data(folders, per_class=2, val_per_class=1)
+    train, val, test = (
+        [s for s, _ in part.items] for part in (data.train_set, data.val_set, data.test_set)
+    )
+    assert len(train) == 4 and len(val) == 2 and not set(train) & set(val)
+    assert all("train" in str(source) for source in train + val)
+    assert len(test) == 5 and all("val" in str(source) for source in test)
+    with pytest.raises(ValueError, match="val_per_class is 1 with per_class None: expected 1 or m"):
+        folder_data(folders, val_per_class=1)

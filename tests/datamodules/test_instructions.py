@@ -10,8 +10,11 @@ from datamodules import InstructionData
 from datamodules.instructions import (
     Instruction,
     fill_template,
+    follow_up,
     read_instructions,
+    read_questions,
     write_instructions,
+    write_questions,
 )
 
 
@@ -178,3 +181,17 @@ def test_real_file(recipes_data: Path) -> None:
     assert sum("\n\n### Input:\n" in example.prompt for example in examples) == 753
     data = InstructionData(root=str(recipes_data / "alpaca_2k"))
     assert [len(data.examples(part)) for part in ("train", "val")] == [1900, 100]
+
+
+def test_questions_of_two_turns(tmp_path):
+    """What is written is read again, and a turn's prompt holds all that was said before."""
+    questions = read_questions(write_questions(tmp_path, count=3))
+    assert [question.question_id for question in questions] == [1, 2, 3]
+    first, second = questions[0].turns
+    prompt = follow_up(fill_template(first), " lamp lamp", second)
+    assert prompt == (
+        f"{fill_template(first)} lamp lamp\n\n### Instruction:\n{second}\n\n### Response:"
+    )
+    (tmp_path / "bad.jsonl").write_text('{"question_id": 1, "turns": ["a", "b"]}\n')
+    with pytest.raises(ValueError, match="bad.jsonl, line 1: expected an object with question_id"):
+        read_questions(tmp_path / "bad.jsonl")
