@@ -245,7 +245,7 @@ def write_instructions(folder: str | Path, count: int = 256, seed: int = 0) -> P
 
 
 def write_questions(folder: str | Path, count: int = 8) -> Path:
-    """Writes question.jsonl in MT-Bench's form: questions of two turns on `write_instructions`' tasks.
+    """Writes question.jsonl in MT-Bench's form, with tasks that a small model can learn.
 
     Args:
         folder: made if it is not there.

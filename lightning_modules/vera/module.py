@@ -302,8 +302,10 @@ class FineTuning(L.LightningModule):
             )
 
     def _frozen(self) -> dict[str, Tensor]:
+        """The parameters that do not train, by all their names: an output layer may be tied."""
         assert self.model is not None
-        return {f"model.{n}": p for n, p in self.model.named_parameters() if not p.requires_grad}
+        named = self.model.named_parameters(remove_duplicate=False)
+        return {f"model.{name}": p for name, p in named if not p.requires_grad}
 
 
 def complete(hparams: Mapping[str, Any]) -> dict[str, Any]:

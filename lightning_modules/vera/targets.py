@@ -19,9 +19,7 @@ Targets = str | Sequence[str] | Mapping[str, Sequence[str]]
 ALL = "all-linear"
 
 
-def resolve(
-    model: nn.Module, targets: Targets, heads: Sequence[str]
-) -> dict[str, tuple[str, ...]]:
+def resolve(model: nn.Module, targets: Targets, heads: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """The layers that the targets name, in the model's order, each with its slices' labels.
 
     A low-rank layer, an nn.Sequential of two nn.Linear (PELA's u and v), goes by its own name: both

@@ -1,39 +1,46 @@
-"""What VeRA needs: its rank, both vectors, its initialisations, shared matrices.
+"""What VeRA needs, and what it saves: ranks, other methods, initialisations, shared matrices.
 
-The rank sweep of Section 4.5 (Fig. 2) against LoRA's, and Tables 6 and 7 of Section 4.6, on GLUE
-tasks. A run is one of recipes.vera.glue: its score is that of its best evaluation, and the tables
-give the median over seeds. Every rank and every variant trains with the learning rates of its
-method; none is tuned for itself.
+Scores against trained parameters for VeRA and for LoRA at several ranks (Section 4.5, Fig. 2), and
+at `small` for RandLoRA and VB-LoRA as well, at equal numbers of parameters and, by the measured
+time of a step, at equal training time; then the variants of Tables 6 and 7 (Section 4.6). A run is
+one of recipes.vera.glue.
 
     python -m recipes.vera.ablations                            a generated task: seconds
     make weights && python -m recipes.vera.ablations --preset small --seeds 3
-                                                                SST-2 and MiniLM
+                                                                CoLA and MiniLM
     python -m recipes.vera.ablations --preset paper --seeds 5   RoBERTa-large
 """
 
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from matplotlib import pyplot as plt
+import pandas as pd
+import torch
 
-from recipes.legacy import Experiment, from_command_line
+from lightning_modules.vera.scores import loss_of
+from recipes.claims import Claim, Comparison
+from recipes.experiment import Experiment, Measuring, Row, Run
 from recipes.messages import console
-from recipes.report import markdown_table, median_range, save_plot, show_table, write_report
-from recipes.vera.glue import NAMES, read_grid, train
+from recipes.plots import curves
+from recipes.records import type_of
+from recipes.results import provenance, select
+from recipes.runner import run_experiment
+from recipes.tables import Column, Table, tabulate
+from recipes.vera.methods import METHOD, TITLES, measure_score, train
 
-FAMILIES = ("vera", "lora")
+ARGS = "model.method_args"
 VARIANTS: dict[str, dict[str, Any]] = {
-    "only_d": {"model.train": ["d"]},
-    "only_b": {"model.train": ["b"]},
-    "kaiming_normal": {"model.init": "kaiming_normal"},
-    "uniform": {"model.init": "uniform"},
-    "d_1e-7": {"model.d_init": 1e-7},
-    "d_1.0": {"model.d_init": 1.0},
-    "unique": {"model.shared": False},
+    "only_d": {ARGS: {"train": ["d"]}},
+    "only_b": {ARGS: {"train": ["b"]}},
+    "kaiming_normal": {ARGS: {"init": "kaiming_normal"}},
+    "uniform": {ARGS: {"init": "uniform"}},
+    "d_1e-7": {ARGS: {"d_init": 1e-7}},
+    "d_1.0": {ARGS: {"d_init": 1.0}},
+    "unique": {ARGS: {"shared": False}},
 }
-TITLES = {
-    "default": "default",
+VARIANT_TITLES = {
     "only_d": "only d",
     "only_b": "only b",
     "kaiming_normal": "A, B Kaiming normal",
@@ -44,153 +51,254 @@ TITLES = {
 }
 TABLE_6 = {  # RoBERTa-large: MRPC, RTE
     "default": (90.5, 85.8),
-    "only_d": (89.7, 67.0),
-    "only_b": (81.6, 64.3),
-    "kaiming_normal": (90.0, 82.6),
-    "uniform": (68.9, 53.1),
-    "d_1e-7": (90.8, 84.7),
-    "d_1.0": (70.3, 60.3),
+    "only d": (89.7, 67.0),
+    "only b": (81.6, 64.3),
+    "A, B Kaiming normal": (90.0, 82.6),
+    "A, B uniform in [0, 0.1]": (68.9, 53.1),
+    "d starts at 1e-7": (90.8, 84.7),
+    "d starts at 1.0": (70.3, 60.3),
 }
 TABLE_7 = {  # RoBERTa-large: MRPC, RTE, CoLA, STS-B
     "shared": (90.0, 84.6, 67.7, 91.5),
     "unique": (90.7, 84.6, 68.3, 91.5),
 }
-
-# of one seed: task → row, such as "vera_r64" or "only_d" → score, tuned, heads, seconds
-Scores = dict[str, dict[str, dict[str, float]]]
-
-
-def main(argv: list[str] | None = None) -> Experiment:
-    """Run the experiment."""
-    experiment = from_command_line("vera.ablations", __file__, "glue", __doc__ or "", argv)
-    grid = read_grid(experiment, "ablations_grid")
-    plan = glue_grid(grid)
-    results: list[Scores] = []
-    for seed in range(experiment.seeds):
-        results.append({})
-        for task in grid["tasks"]:
-            results[-1][task] = {
-                row: train(experiment, plan, row, task, seed) for row in rows_of(grid, task)
-            }
-        report(experiment, grid, results)
-    return experiment
+VARIED = ("data.task", "model.rank", ARGS)
+ROUNDS, STEPS = 8, 5  # of the timing: every method in turn, so many steps
 
 
-def sweep(grid: dict[str, Any], family: str) -> dict[str, int]:
-    """The ranks of a method's sweep, by row."""
-    return {f"{family}_r{rank}": rank for rank in grid["ranks"][family]}
+def declare(run: Run) -> None:
+    """Every rank of every method, and every variant, on its tasks."""
+    grid = run.grid("ablations_grid")
+    grid["rows"] = all_rows(grid)
+    chosen = run.rows(grid["rows"])
+    for seed in run.seeds:
+        for task in grid["sets"]:
+            metric = grid["metrics"][task]
+            stages = {}
+            for row in rows_of(grid, task):
+                if row not in chosen:
+                    continue
+                stages[row] = train(run, "glue", grid, row, task, seed, VARIED, f"val/{metric}")
+                settings = {"row": row, "set": task, "metric": metric, "part": grid["part"]}
+                nodes = {"stage": stages[row]}
+                run.measure(f"{task}_{row}.score", seed, measure_score, nodes, settings)
+                if row == f"vera_r{grid['rank']}":  # which the variants are compared with
+                    default = {**settings, "row": "default"}
+                    run.measure(f"{task}_default.score", seed, measure_score, nodes, default)
+                if grid["curves"]:
+                    run.measure(f"{task}_{row}.curve", seed, measure_curve, nodes, settings)
+            if grid["curves"] and seed == 0 and task in grid["ranks"]["tasks"]:
+                run.measure(f"{task}.speed", seed, measure_speed, stages, {"set": task})
 
 
-def rows_of(grid: dict[str, Any], task: str) -> list[str]:
+def all_rows(grid: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The rows that the grid's ranks and variants make, with their settings."""
+    rows = {
+        f"{method}_r{rank}": {METHOD: method, "model.rank": rank}
+        for method in TITLES
+        for rank in grid["ranks"].get(method, [])
+    }
+    for method, arguments in grid.get("arguments", {}).items():
+        for row in rows.values():
+            if row[METHOD] == method:
+                row[ARGS] = arguments
+    default = {METHOD: "vera", "model.rank": grid["rank"]}
+    return rows | {f"vera_r{grid['rank']}": default} | {
+        name: {**default, **changes} for name, changes in VARIANTS.items()
+    }  # fmt: skip
+
+
+def rows_of(grid: Mapping[str, Any], task: str) -> list[str]:
     """What is trained on a task, each once: VeRA's default is a rank of the sweep too."""
     rows = []
     if task in grid["ranks"]["tasks"]:
-        rows += [row for family in FAMILIES for row in sweep(grid, family)]
+        rows += [row for row in grid["rows"] if row not in VARIANTS]
     if variants := grid["variants"].get(task):
         rows += [f"vera_r{grid['rank']}", *variants]
     return list(dict.fromkeys(rows))
 
 
-def glue_grid(grid: dict[str, Any]) -> dict[str, Any]:
-    """The grid for `glue.train`: every row is a method of its own, with its method's settings."""
-    ranks = [grid["rank"], *grid["ranks"]["vera"]]
-    methods = {f"vera_r{r}": {"model.method": "vera", "model.rank": r} for r in ranks}
-    for row, rank in sweep(grid, "lora").items():
-        methods[row] = {"model.method": "lora", "model.rank": rank}
-    for row, changes in VARIANTS.items():
-        methods[row] = {"model.method": "vera", "model.rank": grid["rank"], **changes}
-    tasks = {}
-    for task, settings in grid["tasks"].items():
-        of_all = {key: value for key, value in settings.items() if key not in FAMILIES}
-        of_rows = {row: settings.get(m["model.method"], {}) for row, m in methods.items()}
-        tasks[task] = {**grid["common"], **of_all, **of_rows}
-    return {"metrics": grid["metrics"], "methods": methods, "tasks": tasks}
+def measure_curve(m: Measuring) -> Iterator[Row]:
+    """The score on the validation part at every evaluation, by updates."""
+    scores = m.stages["stage"].history[f"val/{m.settings['metric']}"]
+    updates = torch.load(m.stages["stage"].checkpoint, mmap=True, weights_only=True)["global_step"]
+    for place, score in enumerate(scores, start=1):
+        x = updates * place / len(scores)
+        row, name = m.settings["row"], m.settings["set"]
+        yield Row(metric="score by updates", value=score, row=row, set=name, x=x)
 
 
-def report(experiment: Experiment, grid: dict[str, Any], results: Sequence[Scores]) -> None:
-    """Write report.md, metrics.json and the plot, and show the tables."""
+def measure_speed(m: Measuring) -> Iterator[Row]:
+    """Seconds of a training step of every row, forward to update, taken in turn in one process."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    stage = next(iter(m.stages.values()))
+    batch = next(iter(stage.datamodule().train_dataloader()))
+    batch = {name: value.to(device) for name, value in batch.items()}
+    steps = {}
+    for row, one in m.stages.items():
+        module = type_of(one.settings.model).load_from_checkpoint(
+            one.checkpoint, map_location=device
+        )
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        steps[row] = (module.train(), torch.optim.AdamW(parameters, lr=0.0, fused=True))
+    seconds: dict[str, list[float]] = {row: [] for row in steps}
+    for _ in range(ROUNDS):
+        for row, (module, optimizer) in steps.items():
+            start = time.perf_counter()
+            for _ in range(STEPS):
+                optimizer.zero_grad()
+                loss_of(*module.outputs(batch)).backward()
+                optimizer.step()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds[row].append((time.perf_counter() - start) / STEPS)
+    for row, values in seconds.items():
+        value = statistics.median(values[1:])
+        yield Row(metric="seconds per update", value=value, row=row, set=m.settings["set"])
 
-    def score(task: str, row: str) -> str:
-        values = [r[task][row]["score"] for r in results if row in r[task]]
-        return median_range(values, 100) if values else ""
 
-    swept, varied = grid["ranks"]["tasks"], list(grid["variants"])
-    rank_header = ["method", "rank", "tuned parameters", *swept]
-    rank_rows = [
-        [
-            NAMES[family],
-            str(rank),
-            f"{results[0][swept[0]][row]['tuned']:,.0f}",
-            *(score(task, row) for task in swept),
-        ]
-        for family in FAMILIES
-        for row, rank in sweep(grid, family).items()
-    ]
-    default = f"vera_r{grid['rank']}"
-    rows = {"default": default} | {name: name for name in VARIANTS}
-    header = ["variant", "tuned parameters", *varied, "paper, MRPC", "paper, RTE"]
-    variant_rows = []
-    for name, row in rows.items():
-        found = [results[0][task][row] for task in varied if row in results[0][task]]
-        if found:
-            paper = map(str, TABLE_6.get(name, ("", "")))
-            scores = [score(task, row) for task in varied]
-            variant_rows.append([TITLES[name], f"{found[0]['tuned']:,.0f}", *scores, *paper])
-    show_table(f"Ranks ({experiment.preset})", rank_header, rank_rows)
-    show_table(f"Variants of VeRA ({experiment.preset})", header, variant_rows)
-    plot(experiment, grid, results)
-    metrics = ", ".join(f"{task} {grid['metrics'][task]}" for task in grid["tasks"])
+def report(table: pd.DataFrame, run: Run) -> list[str]:
+    """The ranks, the frontier at equal time, the variants, and the paper's numbers."""
+    grid = run.grid("ablations_grid")
+    swept = [task for task in grid["ranks"]["tasks"] if task in set(table["set"])]
     text = [
-        f"# Ranks and variants of VeRA, preset {experiment.preset}",
-        experiment.provenance(len(results)),
-        "Development sets, the best evaluation of each run; median over seeds and, in brackets, "
-        f"the lowest and highest ({metrics}), in %. Tuned parameters are those beside the heads. "
-        "All rows of a method have its learning rates, and none its own.",
-        "**Ranks** (Section 4.5, Fig. 2, which has no numbers; the paper's are RTE and "
-        "RoBERTa-large):",
-        markdown_table(rank_header, rank_rows),
-        "![Score against tuned parameters](ranks.png)",
-        f"**Variants** of VeRA at rank {grid['rank']} (Table 6, RoBERTa-large, rank 256). The "
-        "default draws A and B Kaiming uniform, shares them and starts d at 0.1. Only d leaves b "
-        "at 1 and starts d at 0, only b leaves d at 0.1, so that both start from the base.",
-        markdown_table(header, variant_rows),
-        "**The paper's Table 7**, shared matrices against those of each layer's own:",
-        markdown_table(
-            ["", "MRPC", "RTE", "CoLA", "STS-B"],
-            [[name, *map(str, values)] for name, values in TABLE_7.items()],
-        ),
-        "The scale differs unless the preset is `paper`: compare how the rows stand to each other, "
-        "not the numbers.",
+        f"# Ranks and variants of VeRA, preset {run.preset}",
+        provenance(run.command, table),
+        "Scores in % ("
+        + ", ".join(f"{task} {grid['metrics'][task]}" for task in grid["sets"])
+        + "). Tuned parameters are those beside the heads.",
     ]
-    content = {"provenance": experiment.provenance(len(results)), "seeds": results}
-    write_report(experiment.out, text, content)
+    if swept:
+        text += sweep_report(table, run, grid, swept)
+    varied = [task for task in grid["variants"] if task in set(table["set"])]
+    columns = [Column("tuned parameters", "tuned", {"set": varied[0]}, digits=0, spread="")]
+    for task in varied:
+        columns.append(Column(task, "score", {"set": task}, scale=100))
+        columns.append(
+            Column(f"{task} − default", "score", {"set": task}, scale=100, reference="default")
+        )
+    text += [
+        f"**Variants** of VeRA at rank {grid['rank']} (Tables 6 and 7): mean ± standard deviation "
+        "over seeds. The default draws A and B Kaiming uniform, shares them and starts d at 0.1. "
+        "Only d leaves b at 1 and starts d at 0, only b leaves d at 0.1, so that both start from "
+        "the base.",
+        tabulate(table, {"default": "default", **VARIANT_TITLES}, columns).markdown(),
+        "**The paper's Table 6**, RoBERTa-large, rank 256:",
+        Table(["", "MRPC", "RTE"], [[n, *map(str, v)] for n, v in TABLE_6.items()]).markdown(),
+        "**The paper's Table 7**, shared matrices against those of each layer's own:",
+        Table(
+            ["", "MRPC", "RTE", "CoLA", "STS-B"], [[n, *map(str, v)] for n, v in TABLE_7.items()]
+        ).markdown(),
+    ]
+    return text
 
 
-def plot(experiment: Experiment, grid: dict[str, Any], results: Sequence[Scores]) -> None:
-    """Score against tuned parameters for the ranks of both methods, one panel for each task."""
-    tasks = grid["ranks"]["tasks"]
-    figure, axes = plt.subplots(1, len(tasks), figsize=(5.5 * len(tasks), 4), squeeze=False)
-    for axis, task in zip(axes[0], tasks, strict=True):
-        for family in FAMILIES:
-            rows = sweep(grid, family)
-            tuned = [results[0][task][row]["tuned"] for row in rows]
-            values = [[100 * r[task][row]["score"] for r in results] for row in rows]
-            (line,) = axis.plot(
-                tuned, [statistics.median(v) for v in values], "o-", label=NAMES[family]
+def sweep_report(
+    table: pd.DataFrame, run: Run, grid: Mapping[str, Any], tasks: list[str]
+) -> list[str]:
+    """Scores by rank, the plot against tuned parameters, and at equal time where it is measured."""
+    rows = {
+        f"{method}_r{rank}": f"{TITLES[method]}, rank {rank}"
+        for method in TITLES
+        for rank in grid["ranks"].get(method, [])
+    }
+    style: dict[str, Any] = {"scale": 100, "spread": "range"}
+    columns = [
+        Column("tuned parameters", "tuned", {"set": tasks[0]}, digits=0, spread=""),
+        *(Column(task, "score", {"set": task}, **style) for task in tasks),
+    ]
+    timed = "seconds per update" in set(table["metric"])
+    if timed:
+        where = {"set": tasks[0]}
+        columns.append(Column("ms per update", "seconds per update", where, scale=1000, spread=""))
+        table = pd.concat([table, at_equal_time(table, tasks)], ignore_index=True)
+        columns += [
+            Column(
+                f"{task}, validation, at equal time", "score at equal time", {"set": task}, **style
             )
-            axis.fill_between(
-                tuned,
-                list(map(min, values)),
-                list(map(max, values)),
-                alpha=0.15,
-                fc=line.get_color(),
-            )
-            for x, v, rank in zip(tuned, values, rows.values(), strict=True):
-                place = (x, statistics.median(v))
-                axis.annotate(f"r {rank}", place, (0, 6), textcoords="offset points", fontsize=7)
-        axis.set(title=task, xscale="log", xlabel="tuned parameters", ylabel="score, %")
-        axis.legend()
-    save_plot(figure, experiment.out / "ranks.png")
+            for task in tasks
+        ]
+    curves(
+        by_parameters(table, rows), run.out / "ranks.png", "score", panel="set", titles=TITLES,
+        scale=100, log=True, xlabel="tuned parameters", ylabel="score, %",
+    )  # fmt: skip
+    paper = "(Section 4.5, Fig. 2, which has no numbers; the paper's are RTE and RoBERTa-large)"
+    return [
+        f"**Ranks** {paper}: median over seeds and, in brackets, lowest and highest."
+        + (
+            " Equal time is that of the row that trained the shortest; the score is that of the "
+            "validation part then."
+            if timed
+            else ""
+        ),
+        tabulate(table, rows, columns, heading="method").markdown(),
+        "![Score against tuned parameters](ranks.png)",
+    ]
+
+
+def by_parameters(table: pd.DataFrame, rows: Mapping[str, str]) -> pd.DataFrame:
+    """The scores of the sweep as curves: row is the method, x the number of tuned parameters."""
+    scores = select(table, {"metric": "score", "row": list(rows)}).copy()
+    tuned = select(table, {"metric": "tuned"}).set_index(["seed", "set", "row"])["value"]
+    keys = pd.MultiIndex.from_frame(scores[["seed", "set", "row"]])
+    scores["x"] = tuned.reindex(keys).to_numpy()
+    scores["row"] = scores["row"].str.rpartition("_r")[0]
+    return scores
+
+
+def at_equal_time(table: pd.DataFrame, tasks: list[str]) -> pd.DataFrame:
+    """Each row's validation score when the row that trains the shortest has ended."""
+    lines = []
+    for task in tasks:
+        pace = select(table, {"metric": "seconds per update", "set": task})
+        pace = pace.set_index("row")["value"]
+        points = select(table, {"metric": "score by updates", "set": task})
+        points = points[points["row"].isin(pace.index)]
+        seconds = points["x"] * pace.loc[points["row"]].to_numpy()
+        limit = seconds.groupby(points["row"]).max().min()
+        before = points[(seconds <= limit * 1.0001).to_numpy()]
+        last = before.sort_values("x").groupby(["seed", "row"], sort=False).tail(1)
+        lines.append(last.assign(metric="score at equal time", x=float("nan")))
+    return pd.concat(lines, ignore_index=True)
+
+
+def worse(name: str, row: str, words: str, number: str) -> Claim:
+    """A variant of Table 6 below the default, on the mean of the tasks."""
+    return Claim(
+        name=name,
+        paper="VeRA",
+        sentence=words,
+        where="Table 6, RTE",
+        number=number,
+        test=Comparison("score", "default", row, mean_over="set", scale=100, digits=1),
+        gate=Comparison("score", "default", threshold=0.05, mean_over="set", scale=100),
+    )
+
+
+CLAIMS = [
+    worse("ablations: both vectors", "only_b", "Training b alone is worse.", "85.8 and 64.3"),
+    worse("ablations: d is needed less", "only_d", "Training d alone is worse.", "85.8 and 67.0"),
+    worse("ablations: uniform matrices", "uniform", "Uniform A and B are worse.", "85.8 and 53.1"),
+    worse("ablations: d from 1", "d_1.0", "Starting d at 1.0 is worse.", "85.8 and 60.3"),
+    Claim(
+        name="ablations: sharing costs nothing",
+        paper="VeRA",
+        sentence="Matrices of each layer's own are at most a point better than shared ones.",
+        where="Table 7, mean of four tasks",
+        number="83.5 and 83.8",
+        test=Comparison(
+            "score", "default", "unique", threshold=-0.01, mean_over="set", scale=100, digits=1
+        ),
+        gate=Comparison("score", "default", threshold=0.05, mean_over="set", scale=100),
+    ),
+]
+
+EXPERIMENT = Experiment("vera.ablations", __file__, "glue", __doc__ or "", declare, report)
+
+
+def main(argv: list[str] | None = None) -> Run:
+    """Run the experiment."""
+    return run_experiment(EXPERIMENT, argv)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """What VeRA learns: its vectors by layer, its ΔW beside LoRA's, what it can fit, what it costs.
 
-Fig. 3 (how far d and b move in each layer), Appendix D (cosine of the two methods' weight changes),
-Appendix E (random 10 × 10 matrices at equal numbers of parameters) and Appendix C (time, memory).
-The models are those of recipes.vera.glue, trained now unless they are there; LoRA and VeRA start
-from the same weights.
+Fig. 3 (how far d and b move in each layer) on models of recipes.vera.glue; Appendix D (cosine of
+the two methods' weight changes: rank 64 for both, all query layers); Appendix E (random 10 × 10
+matrices at equal numbers of parameters); Appendix C (time and memory beside LoRA's). LoRA and VeRA
+start from the same weights.
 
     python -m recipes.vera.analysis                            a generated task: seconds
     make weights && python -m recipes.vera.analysis --preset small --seeds 3
@@ -12,17 +12,15 @@ from the same weights.
 """
 
 import statistics
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
+import pandas as pd
 import torch
-from matplotlib import pyplot as plt
 from torch import nn
 
 from lightning_modules.counting import count_parameters
 from lightning_modules.tuning import trainable
-from lightning_modules.vera import TextTuning
 from lightning_modules.vera.analysis import (
     cosine_similarity,
     fit_lora,
@@ -32,80 +30,105 @@ from lightning_modules.vera.analysis import (
     weight_changes,
 )
 from lightning_modules.vera.vera import projections_of
-from recipes.legacy import Experiment, from_command_line, read_history
+from recipes.claims import Claim, Comparison
+from recipes.experiment import Experiment, Measuring, Row, Run
 from recipes.messages import console
-from recipes.report import (
-    markdown_table,
-    mean_sd,
-    median_range,
-    save_plot,
-    show_table,
-    write_report,
-)
-from recipes.vera.glue import NAMES, read_grid, train
+from recipes.plots import curves
+from recipes.records import Finished, type_of
+from recipes.results import provenance
+from recipes.runner import run_experiment
+from recipes.tables import Column, Table, tabulate
+from recipes.vera import glue
+from recipes.vera.methods import TITLES, train
 
 METHODS = ("lora", "vera")
 APPENDIX_C = {"LoRA": (568, 23.42), "VeRA": (578, 21.69)}  # Llama-7B, r = 64: minutes, GB
-
-# of one seed: "cost" → method → …, "layers" → layer → …
-Found = dict[str, dict[str, dict[str, float]]]
+VARIED = ("data.task", "model.rank", "model.targets")
 
 
-def main(argv: list[str] | None = None) -> Experiment:
-    """Run the experiment."""
-    experiment = from_command_line("vera.analysis", __file__, "glue", __doc__ or "", argv)
-    grid = read_grid(experiment, "analysis_grid")
-    fits = fit_matrices(**grid["fit"])
-    results: list[Found] = []
-    for seed in range(experiment.seeds):
-        results.append(analyse(experiment, grid["task"], seed))
-        report(experiment, grid, results, fits)
-    return experiment
-
-
-def analyse(experiment: Experiment, task: str, seed: int) -> Found:
-    """Compare the two methods' models of one seed, layer by layer."""
-    runs = experiment.sibling("vera.glue")
-    grid = read_grid(runs, "glue_grid")
-    models, cost = {}, {}
-    for method in METHODS:
-        scores = train(runs, grid, method, task, seed)
-        folder = runs.out / f"seed{seed}" / f"{task}_{method}"
-        models[method] = load(folder / "checkpoints" / "last.ckpt")
-        steps = read_history(folder)["step"][-1] + 1
-        cost[method] = {
-            **scores,
-            "seconds_per_step": scores["seconds"] / steps,
-            "bytes": held_bytes(models[method]),
+def declare(run: Run) -> None:
+    """Glue's models of one task, the pairs of rank 64, and the random matrices."""
+    grid = run.grid("analysis_grid")
+    glue_run, glue_grid = run.sibling("vera.glue"), run.grid("glue_grid")
+    task = grid["task"]
+    metric = f"val/{glue_grid['metrics'][task]}"
+    for seed in run.seeds:
+        models = {
+            row: train(glue_run, "glue", glue_grid, row, task, seed, glue.VARIED, metric)
+            for row in METHODS
         }
-    return {"cost": cost, "layers": compare(models["lora"], models["vera"], seed)}
+        run.measure("vectors", seed, measure_vectors, {"vera": models["vera"]})
+        run.measure("cost", seed, measure_cost, models)
+        pair = {row: train(run, "glue", grid, row, task, seed, VARIED, metric) for row in METHODS}
+        run.measure("similarity", seed, measure_similarity, pair)
+        run.measure("fits", seed, measure_fits, settings=grid["fit"])
 
 
-def load(checkpoint: Path) -> nn.Module:
-    """The adapted model of a stage's checkpoint."""
-    module = TextTuning.load_from_checkpoint(checkpoint, map_location="cpu")
-    assert module.model is not None
+def load(stage: Finished) -> nn.Module:
+    """The adapted model of a stage's last checkpoint."""
+    module = type_of(stage.settings.model).load_from_checkpoint(
+        stage.checkpoint, map_location="cpu"
+    )
     return module.model
 
 
-def compare(lora: nn.Module, vera: nn.Module, seed: int) -> dict[str, dict[str, float]]:
-    """What became of each layer: VeRA's vectors, both ΔW, and their cosine (Fig. 3, App. D)."""
-    generator = torch.Generator().manual_seed(seed)
-    vectors = vector_changes(vera)
-    changes = {"lora": weight_changes(lora), "vera": weight_changes(vera)}
-    layers = {}
-    for name, moved in vectors.items():
-        found = {"d": moved.d, "d_moved": moved.d_moved, "b_moved": moved.b_moved}
-        base: Any = vera.get_submodule(name).weight
-        for method in METHODS:
-            delta = changes[method][name]
-            found[f"change_{method}"] = (delta.norm() / base.norm()).item()
-            found[f"stable_rank_{method}"] = stable_rank(delta)
-        noise = torch.randn(base.shape, generator=generator)
-        found["cosine"] = cosine_similarity(changes["lora"][name], changes["vera"][name])
-        found["cosine_random"] = cosine_similarity(changes["lora"][name], noise)
-        layers[name] = found
-    return layers
+def measure_vectors(m: Measuring) -> Iterator[Row]:
+    """How far training moved d and b in each layer (Fig. 3); x is the layer, from 1."""
+    places: dict[str, int] = {}
+    for name, moved in vector_changes(load(m.stages["vera"])).items():
+        kind = name.rpartition(":")[2].rpartition(".")[2]
+        places[kind] = x = places.get(kind, 0) + 1
+        for metric in ("d", "d_moved", "b_moved"):
+            yield Row(metric=metric, value=getattr(moved, metric), row=kind, x=x)
+
+
+def measure_similarity(m: Measuring) -> Iterator[Row]:
+    """Cosine of the two ΔW of each layer, beside LoRA's and noise (App. D); their sizes."""
+    changes = {row: weight_changes(load(m.stages[row])) for row in METHODS}
+    base: Any = load(m.stages["vera"])
+    generator = torch.Generator().manual_seed(m.seed)
+    cosines: dict[str, list[float]] = {"LoRA · VeRA": [], "LoRA · noise": []}
+    for x, (name, vera) in enumerate(changes["vera"].items(), start=1):
+        lora = changes["lora"][name.partition(":")[0]]
+        noise = torch.randn(lora.shape, generator=generator)
+        for row, other in zip(cosines, (vera, noise), strict=True):
+            cosines[row].append(cosine_similarity(lora, other))
+            yield Row(metric="cosine", value=cosines[row][-1], row=row, x=x)
+        weight = base.get_submodule(name.partition(":")[0]).weight
+        for row, delta in (("lora", lora), ("vera", vera)):
+            size = (delta.norm() / weight.norm()).item()
+            yield Row(metric="relative change", value=size, row=row, x=x)
+            yield Row(metric="stable rank", value=stable_rank(delta), row=row, x=x)
+    for row, values in cosines.items():
+        yield Row(metric="mean cosine", value=statistics.fmean(values), row=row)
+
+
+def measure_fits(m: Measuring) -> Iterator[Row]:
+    """Mean squared error of the best fits of random matrices (App. E); x counts parameters.
+
+    Settings: `targets` matrices of standard normal entries, of `size` rows and columns; `steps` of
+    VeRA's alternating least squares; `parameters`, VeRA's, each more than `size`. LoRA has a
+    multiple of 2·size below size².
+    """
+    targets, size, steps, parameters = (
+        m.settings[name] for name in ("targets", "size", "steps", "parameters")
+    )
+    generator = torch.Generator().manual_seed(m.seed)
+    matrices = torch.randn(targets, size, size, generator=generator, dtype=torch.float64)
+    for rank in range(1, size // 2 + 1):
+        error = fit_lora(matrices, rank).mean().item()
+        yield Row(metric="error", value=error, row="lora", x=2 * size * rank)
+    for count in parameters:
+        error = fit_vera(matrices, count - size, generator, steps).mean().item()
+        yield Row(metric="error", value=error, row="vera", x=count)
+
+
+def measure_cost(m: Measuring) -> Iterator[Row]:
+    """Seconds of the stage for each update, and what training holds beside activations."""
+    for row, stage in m.stages.items():
+        updates = torch.load(stage.checkpoint, mmap=True, weights_only=True)["global_step"]
+        yield Row(metric="seconds per update", value=stage.seconds / updates, row=row)
+        yield Row(metric="bytes", value=held_bytes(load(stage)), row=row)
 
 
 def held_bytes(model: nn.Module) -> int:
@@ -121,186 +144,108 @@ def held_bytes(model: nn.Module) -> int:
     return 4 * (count_parameters(model) + frozen + 3 * trained)
 
 
-def fit_matrices(
-    targets: int, size: int, steps: int, parameters: Sequence[int]
-) -> dict[str, dict[int, list[float]]]:
-    """Errors of the best fits of random matrices, by method and number of parameters (App. E).
-
-    Args:
-        targets: number of matrices of standard normal entries.
-        size: their rows and columns.
-        steps: of VeRA's alternating least squares.
-        parameters: VeRA's, each more than `size`; LoRA has a multiple of 2·size below size².
-    """
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(targets, size, size, generator=generator, dtype=torch.float64)
-    fits: dict[str, dict[int, list[float]]] = {"lora": {}, "vera": {}}
-    for rank in range(1, size // 2 + 1):
-        fits["lora"][2 * size * rank] = fit_lora(drawn, rank).tolist()
-    for count in parameters:
-        fits["vera"][count] = fit_vera(drawn, count - size, generator, steps).tolist()
-    return fits
-
-
-def by_kind(layers: Sequence[str]) -> dict[str, list[str]]:
-    """The layers' names in order, by their last part: "query", "value"."""
-    kinds: dict[str, list[str]] = {}
-    for name in layers:
-        kinds.setdefault(name.rpartition(".")[2], []).append(name)
-    return kinds
-
-
-def report(
-    experiment: Experiment,
-    grid: dict[str, Any],
-    results: Sequence[Found],
-    fits: dict[str, dict[int, list[float]]],
-) -> None:
-    """Write report.md, metrics.json and the plots, and show the tables."""
-    kinds = by_kind(list(results[0]["layers"]))
-
-    def table(columns: dict[str, str], digits: int) -> tuple[list[str], list[list[str]]]:
-        """One row for each layer; every column once for each kind of layer."""
-        header = ["layer", *(f"{title}, {kind}" for title in columns for kind in kinds)]
-        rows = []
-        for place, names in enumerate(zip(*kinds.values(), strict=True), 1):
-            cells = [
-                mean_sd([r["layers"][name][key] for r in results], 1, digits)
-                for key in columns.values()
-                for name in names
-            ]
-            rows.append([str(place), *cells])
-        return header, rows
-
-    vectors = table({"‖d - d₀‖": "d_moved", "‖b‖": "b_moved"}, 2)
-    sizes = {f"‖ΔW‖/‖W‖ {NAMES[method]}": f"change_{method}" for method in METHODS}
-    spreads = {f"st. rank {NAMES[method]}": f"stable_rank_{method}" for method in METHODS}
-    weights = table(sizes | spreads, 2)
-    cosines = table({"LoRA · VeRA": "cosine", "LoRA · noise": "cosine_random"}, 4)
-    means = {
-        key: [statistics.fmean(x[key] for x in r["layers"].values()) for r in results]
-        for key in ("cosine", "cosine_random")
-    }
-    costs = cost_rows(results)
-    fitted = fit_rows(fits)
-    show_table(f"Vectors ({experiment.preset})", *vectors)
-    show_table(f"Cosine of ΔW ({experiment.preset})", *cosines)
-    show_table("Fitting random matrices: mean squared error", *fitted)
-    plot_layers(experiment, kinds, results)
-    plot_fits(experiment, fits)
-    start = results[0]["layers"][next(iter(kinds.values()))[0]]
+def report(table: pd.DataFrame, run: Run) -> list[str]:
+    """Vectors, weight changes, fits and cost, each with its figure."""
+    grid = run.grid("analysis_grid")
     fit = grid["fit"]
-    text = [
-        f"# What VeRA learns, preset {experiment.preset}",
-        experiment.provenance(len(results)),
-        f"{grid['task']}, the models of recipes.vera.glue after their last step; mean ± standard "
-        "deviation over seeds.",
+    kinds = list(dict.fromkeys(table[table["metric"] == "d_moved"]["row"]))
+    moved = [
+        Column(f"{title}, {kind}", metric, {"row": kind}, digits=2)
+        for title, metric in (("‖d − d₀‖", "d_moved"), ("‖b‖", "b_moved"))
+        for kind in kinds
+    ]
+    cosines = [
+        Column(pair, "cosine", {"row": pair}, digits=5) for pair in ("LoRA · VeRA", "LoRA · noise")
+    ]
+    sizes = [
+        Column(f"{title}, {TITLES[row]}", metric, {"row": row}, digits=digits)
+        for title, metric, digits in (
+            ("‖ΔW‖/‖W‖", "relative change", 3),
+            ("stable rank", "stable rank", 1),
+        )
+        for row in METHODS
+    ]
+    errors = [Column(TITLES[row], "error", {"row": row}, digits=3) for row in METHODS]
+    titles = {row: TITLES[row] for row in METHODS}
+    curves(table, run.out / "vectors.png", "d_moved", xlabel="layer", ylabel="‖d − d₀‖")
+    curves(table, run.out / "cosine.png", "cosine", xlabel="layer", ylabel="cosine of ΔW")
+    curves(table, run.out / "fit.png", "error", titles=titles, xlabel="parameters")
+    cost = [
+        Column("ms per update", "seconds per update", scale=1000),
+        Column("− LoRA", "seconds per update", scale=1000, reference="lora"),
+        Column("MB", "bytes", scale=1e-6, digits=2, spread=""),
+    ]
+
+    def by_x(columns: list[Column], heading: str) -> str:
+        return tabulate(table, None, columns, index="x", heading=heading).markdown()
+
+    return [
+        f"# What VeRA learns, preset {run.preset}",
+        provenance(run.command, table),
+        f"{grid['task']}; mean ± standard deviation over seeds.",
         "## Vectors by layer (Fig. 3)",
-        f"How far training moved VeRA's vectors; in the first layer ‖d‖ ended at {start['d']:.2f}. "
-        "b started at zero. The paper's figure shows RoBERTa-large.",
-        markdown_table(*vectors),
-        "![Changes by layer](layers.png)",
+        "How far training moved VeRA's vectors, in the models of recipes.vera.glue after their "
+        "last step. b started at zero. The paper's figure shows RoBERTa-large.",
+        by_x(moved, "layer"),
+        "![Changes of d by layer](vectors.png)",
         "## Weight changes (Appendix D)",
-        "Size of ΔW relative to the base weight, and stable rank ‖ΔW‖²_F / ‖ΔW‖²₂.",
-        markdown_table(*weights),
-        "Cosine between the ΔW of LoRA and of VeRA, both from the same start, beside that of LoRA "
-        f"and a matrix of random numbers; mean of the layers {mean_sd(means['cosine'], 1, 4)} and "
-        f"{mean_sd(means['cosine_random'], 1, 4)}.",
-        markdown_table(*cosines),
+        "Cosine between the ΔW of LoRA and of VeRA, rank 64 for both, all query layers, from the "
+        "same start; beside that of LoRA and a matrix of random numbers. The paper's Fig. 5 has "
+        "about 2e-3 and −8e-5.",
+        by_x(cosines, "layer"),
+        "![Cosine by layer](cosine.png)",
+        "Their size relative to the base weight, and their stable rank ‖ΔW‖²_F / ‖ΔW‖²₂.",
+        by_x(sizes, "layer"),
         "## Fitting random matrices (Appendix E)",
-        f"Mean squared error of {fit['targets']} random {fit['size']} × {fit['size']} matrices of "
-        "standard normal entries in float64, mean ± standard deviation over matrices. LoRA: the "
-        "singular value decomposition, which no training beats. VeRA, with matrices of its own for "
-        f"each target: alternating least squares from one start, {fit['steps']} rounds; a local "
-        "minimum, so more is possible. The last column counts the targets that VeRA fits better.",
-        markdown_table(*fitted),
+        f"Mean squared error over {fit['targets']} random {fit['size']} × {fit['size']} matrices "
+        "of standard normal entries in float64; other matrices for each seed. LoRA: the singular "
+        "value decomposition, which no training beats. VeRA, with A and B of its own for each "
+        f"target: alternating least squares from one start, {fit['steps']} rounds; a local "
+        "minimum, so its error is an upper bound. The paper: VeRA fits about as well as LoRA.",
+        by_x(errors, "parameters"),
         "![Error against parameters](fit.png)",
         "## Cost (Appendix C)",
-        "Time of the whole stage over its optimizer steps, evaluation and set-up included, median "
-        "and range over seeds; whatever else the machine did is in it, so ranges that overlap say "
-        "nothing. Memory is counted, not measured: weights, A and B, and gradients and AdamW's "
+        "Time of the whole stage over its updates, evaluation and set-up included: it says "
+        "something where the machine had nothing else to do (benchmarks/vera_step.py times a step "
+        "by itself). Memory is counted, not measured: weights, A and B, and gradients and AdamW's "
         "moments of what trains, without activations.",
-        markdown_table(["method", "ms per step", "time / LoRA's", "MB", "MB / LoRA's"], costs),
+        tabulate(table, titles, cost, heading="method").markdown(),
         "**The paper's** (Llama-7B, r = 64):",
-        markdown_table(
-            ["method", "minutes", "GB"],
-            [[name, *map(str, values)] for name, values in APPENDIX_C.items()],
-        ),
+        Table(
+            ["method", "minutes", "GB"], [[n, *map(str, v)] for n, v in APPENDIX_C.items()]
+        ).markdown(),
     ]
-    metrics = {"provenance": experiment.provenance(len(results)), "seeds": results, "fits": fits}
-    write_report(experiment.out, text, metrics)
 
 
-def cost_rows(results: Sequence[Found]) -> list[list[str]]:
-    """A row for each method: time, and memory, both also relative to LoRA's of the same seed."""
-    rows = []
-    for method in METHODS:
-        costs = [r["cost"][method] for r in results]
-        slower = [
-            x["seconds_per_step"] / r["cost"]["lora"]["seconds_per_step"]
-            for x, r in zip(costs, results, strict=True)
-        ]
-        held, of_lora = costs[0]["bytes"], results[0]["cost"]["lora"]["bytes"]
-        rows.append(
-            [
-                NAMES[method],
-                median_range([x["seconds_per_step"] for x in costs], 1000),
-                median_range(slower, 1, 3),
-                f"{held / 1e6:.2f}",
-                f"{held / of_lora:.4f}",
-            ]
-        )
-    return rows
+CLAIMS = [
+    Claim(
+        name="analysis: VeRA's ΔW points LoRA's way",
+        paper="VeRA",
+        sentence="The weight changes of VeRA are more like LoRA's than random numbers are.",
+        where="Appendix D, Fig. 5",
+        number="2e-3 and −8e-5",
+        test=Comparison("mean cosine", "LoRA · VeRA", "LoRA · noise", digits=4),
+    ),
+    Claim(
+        name="analysis: VeRA fits as well as LoRA",
+        paper="VeRA",
+        sentence="At equal count VeRA fits random matrices about as well: its error at 40 and 60 "
+        "parameters is at most 0.02 above LoRA's.",
+        where="Appendix E, Fig. 6",
+        number="a figure",
+        test=[
+            Comparison("error", "lora", "vera", threshold=-0.02, where={"x": x}, digits=3)
+            for x in (40.0, 60.0)
+        ],
+    ),
+]
+
+EXPERIMENT = Experiment("vera.analysis", __file__, "glue", __doc__ or "", declare, report)
 
 
-def fit_rows(fits: dict[str, dict[int, list[float]]]) -> tuple[list[str], list[list[str]]]:
-    """A row for each number of parameters."""
-    rows = []
-    for count in sorted({*fits["lora"], *fits["vera"]}):
-        found = [fits[method].get(count) for method in METHODS]
-        cells = ["" if errors is None else mean_sd(errors, 1, 3) for errors in found]
-        lora, vera = found
-        better = ""
-        if lora is not None and vera is not None:
-            wins = sum(ours < theirs for ours, theirs in zip(vera, lora, strict=True))
-            better = f"{wins} of {len(vera)}"
-        rows.append([str(count), *cells, better])
-    return ["parameters", "LoRA", "VeRA", "VeRA better"], rows
-
-
-def plot_layers(
-    experiment: Experiment, kinds: dict[str, list[str]], results: Sequence[Found]
-) -> None:
-    """Fig. 3 and Appendix D: what moved, and how alike, by layer."""
-    panels = {"d_moved": "‖d - d₀‖", "b_moved": "‖b‖", "cosine": "cosine of ΔW, LoRA and VeRA"}
-    figure, axes = plt.subplots(1, len(panels), figsize=(12, 3.6))
-    for axis, (key, title) in zip(axes, panels.items(), strict=True):
-        for kind, names in kinds.items():
-            values = [statistics.fmean(r["layers"][n][key] for r in results) for n in names]
-            axis.plot(range(1, len(names) + 1), values, "o-", label=kind)
-        if key == "cosine":
-            axis.axhline(0, color="grey", ls=":")
-        axis.set(title=title, xlabel="layer")
-        axis.legend()
-    save_plot(figure, experiment.out / "layers.png")
-
-
-def plot_fits(experiment: Experiment, fits: dict[str, dict[int, list[float]]]) -> None:
-    """Fig. 6: error against number of parameters; a band is one standard deviation."""
-    figure, axis = plt.subplots(figsize=(5.5, 4))
-    for method in METHODS:
-        counts = sorted(fits[method])
-        means = [statistics.fmean(fits[method][count]) for count in counts]
-        spreads = [statistics.stdev(fits[method][count]) for count in counts]
-        (line,) = axis.plot(counts, means, "o-", label=NAMES[method])
-        low, high = (
-            [mean + sign * spread for mean, spread in zip(means, spreads, strict=True)]
-            for sign in (-1, 1)
-        )
-        axis.fill_between(counts, low, high, alpha=0.15, fc=line.get_color())
-    axis.set(xlabel="parameters", ylabel="mean squared error")
-    axis.legend()
-    save_plot(figure, experiment.out / "fit.png")
+def main(argv: list[str] | None = None) -> Run:
+    """Run the experiment."""
+    return run_experiment(EXPERIMENT, argv)
 
 
 if __name__ == "__main__":

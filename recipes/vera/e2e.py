@@ -2,31 +2,33 @@
 
 All methods start from the same model. After the last epoch each describes the restaurants of the
 test part, by the paper's beam search, and is scored as the official scorer does. A preset without
-pre-trained weights trains the start itself, in full: `small` on the same data in LoRA's notation
-(`name : Blue Spice | Type : pub`, texts cut into tokens), so that what the methods have to learn
-is the official notation (`name[Blue Spice], eatType[pub]`, plain text).
+pre-trained weights (`tiny`) trains the start itself, in full. At `small` learning rates are chosen
+by the loss on the development part, with as many trials for every method.
 
     python -m recipes.vera.e2e                              generated examples, seconds on a CPU
-    python -m recipes.vera.e2e --preset small --seeds 3     $RECIPES_DATA/e2e_nlg, a small GPT-2
-    python -m recipes.vera.e2e --preset paper --seeds 3     GPT-2 medium
+    make weights && python -m recipes.vera.e2e --preset small --seeds 3
+                                                            $RECIPES_DATA/e2e_nlg and SmolLM2
+    python -m recipes.vera.e2e --preset paper --seeds 3     GPT-2 medium; `large`: GPT-2 large
 """
 
-import statistics
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
-from rich.progress import track
 
 from lightning_modules.decoding import generate
 from lightning_modules.generation_metrics import meteor_is_missing, score
-from lightning_modules.vera import LanguageTuning, merge, strip
-from recipes.legacy import Experiment, StageResult, from_command_line
+from lightning_modules.vera import merge, strip
+from recipes.claims import Claim, Comparison
+from recipes.experiment import Experiment, Measuring, Row, Run
 from recipes.messages import console
-from recipes.report import markdown_table, mean_sd, show_table, write_report
-from recipes.vera.glue import NAMES, read_grid
+from recipes.records import Finished, type_of
+from recipes.results import provenance, select
+from recipes.runner import run_experiment
+from recipes.tables import Column, Table, tabulate
+from recipes.vera.methods import TITLES, train
 
 SCORES = {"BLEU": 1, "NIST": 2, "METEOR": 1, "ROUGE_L": 1, "CIDEr": 2}  # with their digits
 TABLE_3 = {  # parameters, and the scores in this order
@@ -35,148 +37,161 @@ TABLE_3 = {  # parameters, and the scores in this order
     "GPT-2 large, LoRA": ("0.77M", 70.1, 8.80, 46.7, 71.9, 2.52),
     "GPT-2 large, VeRA": ("0.17M", 70.3, 8.85, 46.9, 71.6, 2.54),
 }
+START = "start"  # the row of the model that all begin with
+VARIED = ("model.init_from", "data.tokenizer")
 
-# of one model: trained parameters, val/loss, seconds, scores
-Found = dict[str, float]
+
+def declare(run: Run) -> None:
+    """Every method from one start, and the scores of what each writes."""
+    grid = run.grid("e2e_grid")
+    grid["common"] = start_of(run, "e2e", grid)
+    for seed in run.seeds:
+        for row in run.rows(grid["rows"]):
+            stage = train(run, "e2e", grid, row, "E2E", seed, VARIED, "val/loss", "min")
+            nodes, settings = {"stage": stage}, {"row": row, "set": "E2E"}
+            run.measure(f"E2E_{row}.score", seed, measure_texts, nodes, settings)
+            if row == "vera" and seed == 0:
+                settings = {"row": START, "set": "E2E"}
+                run.measure("E2E_start.score", seed, measure_texts, nodes, settings)
 
 
-def main(argv: list[str] | None = None) -> Experiment:
-    """Run the experiment."""
-    experiment = from_command_line("vera.e2e", __file__, "e2e", __doc__ or "", argv)
-    experiment = with_tokenizer(experiment, "e2e")
-    grid = read_grid(experiment, "e2e_grid")
-    data = experiment.datamodule("e2e")  # one set to score on, whatever the seed of training
-    write_references(experiment.out / "references.txt", data.references("test"))
-    start = {}
+def start_of(run: Run, config: str, grid: dict[str, Any]) -> dict[str, Any]:
+    """The settings by which all stages begin with one model and one tokenizer.
+
+    Without pre-trained weights the model is trained first, in full, and without a tokenizer's name
+    one is made of the training part.
+    """
+    common: dict[str, Any] = {}
+    data = run.parsed(config).data
+    if data.init_args.tokenizer is None:
+        settings = {"class_path": data.class_path, "init_args": data.init_args.as_dict()}
+        made = run.measure("tokenizer", 0, make_tokenizer, settings=settings)
+        common["data.tokenizer"] = made / "tokenizer"
     if grid["base"] is not None:
-        base = experiment.stage("base", "e2e", 0, grid["base"])
-        start["model.init_args.init_from"] = base.checkpoint
-    results: list[dict[str, Found]] = []
-    outputs: dict[str, list[str]] = {}  # of the first seed
-    for seed in range(experiment.seeds):
-        found = {}
-        for method, settings in grid["methods"].items():
-            overrides = {"model.method": method, **settings, **start}
-            stage = experiment.stage(method, "e2e", seed, overrides)
-            texts = decode(stage, data, f"seed {seed}: {NAMES[method]} writes")
-            outputs.setdefault(method, texts)
-            found[method] = {
-                "trained": stage.metrics["tuned"] + stage.metrics["heads"],
-                "loss": stage.metrics["val/loss"],
-                "seconds": stage.seconds,
-                **score(texts, data.references("test")),
-            }
-            if method == "vera" and "start" not in outputs:
-                outputs["start"] = decode(stage, data, "the start writes", stripped=True)
-        results.append(found)
-        report(experiment, data, results, outputs)
-    return experiment
+        base = run.stage("base", config, 0, common, grid["base"])
+        common["model.init_from"] = base
+    return common
 
 
-def with_tokenizer(experiment: Experiment, config: str) -> Experiment:
-    """The experiment with one tokenizer for all stages, where they would train one each."""
-    data = experiment.datamodule(config)
-    if data.tokenizer_name is not None:
-        return experiment
-    folder = experiment.out / "tokenizer"
-    data.tokenizer.save_pretrained(folder)
-    return replace(experiment, extra=[*experiment.extra, f"--data.tokenizer={folder}"])
+def make_tokenizer(m: Measuring) -> Iterator[Row]:
+    """Write the tokenizer of a DataModule's training part; settings say which."""
+    module, _, name = m.settings["class_path"].rpartition(".")
+    data = getattr(__import__(module, fromlist=[name]), name)(**m.settings["init_args"])
+    data.tokenizer.save_pretrained(m.folder / "tokenizer")
+    yield Row(metric="vocabulary", value=len(data.tokenizer), row="tokenizer")
 
 
-def load(checkpoint: Path, **arguments: Any) -> LanguageTuning:
-    """The module of a stage's checkpoint, ready to evaluate."""
+def load(stage: Finished) -> Any:
+    """The module of a stage's last checkpoint, ready to evaluate."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    module = LanguageTuning.load_from_checkpoint(checkpoint, map_location=device, **arguments)
+    module = type_of(stage.settings.model).load_from_checkpoint(
+        stage.checkpoint, map_location=device
+    )
     return module.eval()
 
 
-def decode(stage: StageResult, data: Any, title: str, stripped: bool = False) -> list[str]:
-    """A text for each meaning representation of the test part; written once, then read again.
+def measure_texts(m: Measuring) -> Iterator[Row]:
+    """A text for each meaning representation of the test part, and its scores.
 
-    The file beside the stage's checkpoints has a text on each line, as the official scorer
-    (tuetschek/e2e-metrics) reads it, with references.txt as its reference file.
-
-    Args:
-        stage: whose model writes.
-        data: the DataModule.
-        title: shown while it writes.
-        stripped: without its VeRA adapter: what it started from.
+    The row "start" is VeRA's model without its vectors. outputs.txt has a text on each line, as the
+    official scorer (tuetschek/e2e-metrics) reads it, with references.txt as its reference file.
     """
-    file = stage.folder / ("start.txt" if stripped else "outputs.txt")
-    if not file.is_file():
-        model: Any = load(stage.checkpoint).model
-        if stripped:
-            strip(model)
-        elif hasattr(model, "vera"):
-            merge(model)
-        texts = [""] * len(data.prompts("test"))
-        for batch in track(data.test_dataloader(), title):
-            places = batch.pop("labels").tolist()
-            for place, text in zip(places, generate(model, batch, data.tokenizer), strict=True):
-                texts[place] = " ".join(text.split())
-        file.write_text("\n".join(texts) + "\n", encoding="utf-8")
-    return file.read_text(encoding="utf-8").split("\n")[:-1]
-
-
-def write_references(path: Path, references: Sequence[Sequence[str]]) -> None:
-    """The references of each input on lines of their own, an empty line between two inputs."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n\n".join("\n".join(texts) for texts in references) + "\n", encoding="utf-8")
-
-
-def report(
-    experiment: Experiment,
-    data: Any,
-    results: Sequence[dict[str, Found]],
-    outputs: dict[str, list[str]],
-) -> None:
-    """Write report.md and metrics.json, and show the table."""
+    stage, row, name = m.stages["stage"], m.settings["row"], m.settings["set"]
+    data = stage.datamodule()
+    module = load(stage)
+    if row == START:
+        strip(module.model)
+    elif hasattr(module.model, "vera"):
+        merge(module.model)
+    texts = [""] * len(data.prompts("test"))
+    for batch in data.test_dataloader():
+        places = batch.pop("labels").tolist()
+        written = generate(module.model, batch, data.tokenizer)
+        for place, text in zip(places, written, strict=True):
+            texts[place] = " ".join(text.split())
     references = data.references("test")
-    start = score(outputs["start"], references)
-    header = ["", "trained parameters", *(name.replace("_", "-") for name in SCORES), "minutes"]
-    rows = [["the start", "0", *cells([start]), ""]]
-    for method in results[0]:
-        found = [result[method] for result in results]
-        minutes = f"{statistics.fmean(each['seconds'] for each in found) / 60:.1f}"
-        rows.append([NAMES[method], f"{found[0]['trained']:,.0f}", *cells(found), minutes])
-    show_table(f"E2E ({experiment.preset})", header, rows)
-    mr = data.prompts("test")[0]
-    example = {"input": mr, "a reference": references[0][0]}
-    example |= {NAMES.get(name, "the start"): texts[0] for name, texts in outputs.items()}
-    text = [
-        f"# VeRA and its rivals on E2E, preset {experiment.preset}",
-        experiment.provenance(len(results)),
-        f"{len(references)} meaning representations of the test part, "
-        f"{sum(map(len, references)):,} references; 10 beams, at most 64 tokens, length penalty "
-        "0.8, no 4-gram twice. Mean ± standard deviation over seeds; minutes are those of "
-        "training. All methods start from the same model, whose own scores are in the first row.",
-        markdown_table(header, rows),
+    write_texts(m.folder, texts, references)
+    values = {key: value for key, value in score(texts, references).items() if key in SCORES}
+    values |= {"inputs": len(texts), "references": sum(map(len, references))}
+    if row != START:
+        values |= {
+            "loss": stage.metrics["val/loss"],
+            "trained": stage.metrics["tuned"] + stage.metrics["heads"],
+            "seconds": stage.seconds,
+            "examples": len(data.samples("train")),
+            "updates": torch.load(stage.checkpoint, mmap=True, weights_only=True)["global_step"],
+        }
+    for metric, value in values.items():
+        yield Row(metric=metric, value=value, row=row, set=name)
+
+
+def write_texts(folder: Path, texts: Sequence[str], references: Sequence[Sequence[str]]) -> None:
+    """outputs.txt, a text a line; references.txt, an empty line between two inputs'."""
+    blocks = "\n\n".join("\n".join(of_one) for of_one in references)
+    (folder / "outputs.txt").write_text("\n".join(texts) + "\n", encoding="utf-8")
+    (folder / "references.txt").write_text(blocks + "\n", encoding="utf-8")
+
+
+def report(table: pd.DataFrame, run: Run) -> list[str]:
+    """The scores, paired with LoRA's; an example; and the paper's numbers."""
+    titles = {START: "the start", **TITLES}
+    present = set(table["metric"])
+    columns = [Column("trained parameters", "trained", digits=0, spread="")]
+    for name, digits in SCORES.items():
+        if name in present:
+            columns.append(Column(name.replace("_", "-"), name, digits=digits))
+    if "lora" in set(table["row"]):
+        columns.append(Column("BLEU − LoRA", "BLEU", reference="lora"))
+    columns.append(Column("loss", "loss", digits=3))
+    count, references = (
+        int(select(table, {"metric": metric})["value"].iloc[0])
+        for metric in ("inputs", "references")
+    )
+    header = ["", "trained parameters", *(name.replace("_", "-") for name in SCORES)]
+    return [
+        f"# VeRA and the usual ways to fine-tune on E2E, preset {run.preset}",
+        provenance(run.command, table),
+        f"{count} meaning representations of the test part, {references:,} references; 10 beams, "
+        "at most 64 tokens, length penalty 0.8, no 4-gram twice. Mean ± standard deviation over "
+        "seeds; loss on the development part. All methods start from the same model, whose own "
+        "scores are in the first row.",
+        tabulate(table, titles, columns, heading="method").markdown(),
         meteor_is_missing() or "METEOR is that of the Java program of 1.5.",
         "**The paper's Table 3**:",
-        markdown_table(
-            header[:-1],
-            [
-                [name, size, *cells([dict(zip(SCORES, row, strict=True))])]
-                for name, (size, *row) in TABLE_3.items()
-            ],
-        ),
-        "The scale differs unless the preset is `paper`: compare how the methods stand to each "
-        "other, not the numbers.",
-        "**An example**, of the first seed:",
-        *(f"**{name}**: {said}" for name, said in example.items()),
-        "All texts are in seed*/*/outputs.txt, those of the start in seed0/vera/start.txt; the "
-        "official scorer reads them: `measure_scores.py references.txt seed0/vera/outputs.txt`.",
+        Table(header, [[name, *map(str, values)] for name, values in TABLE_3.items()]).markdown(),
+        "The scale differs unless the preset is `paper` or `large`: compare how the methods stand "
+        "to each other, not the numbers.",
+        "All texts are in seed*/E2E_*.score/outputs.txt; the official scorer reads them: "
+        "`measure_scores.py references.txt outputs.txt`.",
     ]
-    metrics = {"provenance": experiment.provenance(len(results)), "start": start, "seeds": results}
-    write_report(experiment.out, text, metrics)
 
 
-def cells(found: Sequence[Found]) -> list[str]:
-    """The scores as the table shows them."""
-    return [
-        mean_sd([each[name] for each in found], digits=digits) if name in found[0] else "n/a"
-        for name, digits in SCORES.items()
-    ]
+CLAIMS = [
+    Claim(
+        name="E2E: VeRA at or above LoRA",
+        paper="VeRA",
+        sentence="VeRA's BLEU is at most half a point below LoRA's.",
+        where="Table 3, GPT-2 medium",
+        number="70.1 and 68.9",
+        test=Comparison("BLEU", "vera", "lora", threshold=-0.5),
+        gate=Comparison("BLEU", "full", threshold=30.0),
+    ),
+    Claim(
+        name="E2E: with fewer parameters",
+        paper="VeRA",
+        sentence="VeRA trains fewer parameters than LoRA.",
+        where="Table 3, GPT-2 medium",
+        number="0.098M and 0.35M",
+        test=Comparison("trained", "lora", "vera", exact=True, digits=0),
+    ),
+]
+
+EXPERIMENT = Experiment("vera.e2e", __file__, "e2e", __doc__ or "", declare, report)
+
+
+def main(argv: list[str] | None = None) -> Run:
+    """Run the experiment."""
+    return run_experiment(EXPERIMENT, argv)
 
 
 if __name__ == "__main__":

@@ -1,39 +1,35 @@
 """GLUE: VeRA against the usual ways to fine-tune, over several seeds (Tables 2, 8, Fig. 4).
 
-Each task is trained with each method; its score is that of the best evaluation of a run on the
-development set, as the paper has it, and the table gives the median over seeds. Besides, the gain
-over the head alone for each thousand parameters (Appendix B).
+Each task is trained with each method. At `paper` a run's score is that of its best evaluation on
+the development set and the table gives the median over seeds, as in the paper. At `small` learning
+rates are chosen on a held-out tenth of the training set, with as many trials for every method, and
+the last checkpoint is scored on the development set. Besides, the gain over the head alone for each
+thousand parameters (Appendix B).
 
     python -m recipes.vera.glue                              generated tasks, a minute on a CPU
     make weights && python -m recipes.vera.glue --preset small --seeds 3
                                                              $RECIPES_DATA/glue and MiniLM
-    python -m recipes.vera.glue --preset paper --seeds 5     RoBERTa-base
+    … --preset small_bge                                     the same with bge-small
+    python -m recipes.vera.glue --preset paper --seeds 5     RoBERTa-base; `large`: RoBERTa-large
 
 Your own sentences: `python -m recipes fit -c recipes/vera/text.yaml --data.train train.csv`.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from matplotlib import pyplot as plt
+import pandas as pd
 
-from recipes.legacy import Experiment, from_command_line
+from recipes.claims import Claim, Comparison
+from recipes.experiment import Experiment, Measuring, Row, Run
 from recipes.messages import console
-from recipes.report import markdown_table, median_range, save_plot, show_table, write_report
+from recipes.plots import scatter
+from recipes.results import by_seed, provenance
+from recipes.runner import run_experiment
+from recipes.tables import Column, Table, summary, tabulate
+from recipes.vera.methods import TITLES, learnt, measure_majority, measure_score, train
 
-NAMES = {
-    "head": "head only",
-    "bitfit": "BitFit",
-    "lora": "LoRA",
-    "lora_fa": "LoRA-FA",
-    "adapter_h": "Adapter-H",
-    "adapter_l": "Adapter-L",
-    "adapter_p": "Adapter-P",
-    "adapter_d": "Adapter-D",
-    "vera": "VeRA",
-    "full": "full",
-}
 TASKS = ("SST-2", "MRPC", "CoLA", "QNLI", "RTE", "STS-B")
 TABLE_2 = {  # median of 5 seeds, in the order of TASKS
     "RoBERTa-base, full": (94.8, 90.2, 63.6, 92.8, 78.7, 91.2),
@@ -42,152 +38,168 @@ TABLE_2 = {  # median of 5 seeds, in the order of TASKS
     "RoBERTa-large, LoRA 0.8M": (96.2, 90.2, 68.2, 94.8, 85.2, 92.3),
     "RoBERTa-large, VeRA 0.061M": (96.1, 90.9, 68.0, 94.4, 85.9, 91.7),
 }
-
-# of one seed: method → task → score, tuned, heads, seconds
-Scores = dict[str, dict[str, dict[str, float]]]
+VARIED = ("data.task",)
 
 
-def main(argv: list[str] | None = None) -> Experiment:
-    """Run the experiment."""
-    experiment = from_command_line("vera.glue", __file__, "glue", __doc__ or "", argv)
-    grid = read_grid(experiment, "glue_grid")
-    results: list[Scores] = []
-    for seed in range(experiment.seeds):
-        results.append({method: {} for method in grid["methods"]})
-        for task in grid["tasks"]:
-            for method in grid["methods"]:
-                results[-1][method][task] = train(experiment, grid, method, task, seed)
-        report(experiment, grid, results)
-    return experiment
+def declare(run: Run) -> None:
+    """Every method on every task, and the majority class."""
+    grid = run.grid("glue_grid")
+    for seed in run.seeds:
+        for task in grid["sets"]:
+            scoring = {"set": task, "metric": grid["metrics"][task], "part": grid["part"]}
+            metric = f"val/{grid['metrics'][task]}"
+            scores = {}
+            for row in run.rows(grid["rows"]):
+                stage = train(run, "glue", grid, row, task, seed, VARIED, metric)
+                nodes, settings = {"stage": stage}, {**scoring, "row": row}
+                name = f"{task}_{row}.score"
+                scores[row] = run.measure(name, seed, measure_score, nodes, settings)
+            run.measure(f"{task}_majority", seed, measure_majority, nodes, scoring)
+            for row in scores.keys() - {"head", "full", "scratch"} if "head" in scores else ():
+                nodes = {"score": scores[row], "head": scores["head"]}
+                settings = {"row": row, "set": task}
+                run.measure(f"{task}_{row}.gain", seed, measure_gain, nodes, settings)
 
 
-def read_grid(experiment: Experiment, name: str) -> dict[str, Any]:
-    """What the experiment varies at this preset: a YAML file beside the stage's."""
-    return experiment.grid(name)
+def measure_gain(m: Measuring) -> Iterator[Row]:
+    """What a method gains over the head alone for each thousand tuned parameters (Appendix B).
 
-
-def train(
-    experiment: Experiment, grid: dict[str, Any], method: str, task: str, seed: int
-) -> dict[str, float]:
-    """Train one task with one method, and take its best evaluation."""
-    settings = dict(grid["tasks"][task])
-    own = settings.pop(method, {})
-    for other in grid["methods"]:
-        settings.pop(other, None)
-    overrides = {
-        "model.method": method,
-        "data.task": task,
-        **grid["methods"][method],
-        **settings,
-        **own,
-    }
-    result = experiment.stage(f"{task}_{method}", "glue", seed, overrides)
-    return {
-        "score": max(result.history[f"val/{grid['metrics'][task]}"]),
-        "tuned": result.metrics["tuned"],
-        "heads": result.metrics["heads"],
-        "seconds": result.seconds,
-    }
-
-
-def gains(results: Sequence[Scores], method: str) -> list[float]:
-    """Appendix B by seed: 100 · score / head's score for each 1,000 parameters, mean of tasks.
-
-    A task in which the head reaches nothing (CoLA's correlation may be 0) is left out.
+    The printed formula, 100 · (score / head's score) / thousands, needs a head that scores above 0;
+    the points gained are 100 · (score − head's score) / thousands.
     """
-    values = []
-    for scores in results:
-        ratios = [
-            100 * found["score"] / scores["head"][task]["score"] / (found["tuned"] / 1000)
-            for task, found in scores[method].items()
-            if scores["head"][task]["score"] > 0
-        ]
-        if ratios:
-            values.append(statistics.fmean(ratios))
-    return values
+    scores, head = (m.stages[name].rows.set_index("metric")["value"] for name in ("score", "head"))
+    thousands = scores["tuned"] / 1000
+    values = {"points per 1K": 100 * (scores["score"] - head["score"]) / thousands}
+    if head["score"] > 0:
+        values["ratio per 1K"] = 100 * scores["score"] / head["score"] / thousands
+    for metric, value in values.items():
+        yield Row(metric=metric, value=value, row=m.settings["row"], set=m.settings["set"])
 
 
-def report(experiment: Experiment, grid: dict[str, Any], results: Sequence[Scores]) -> None:
-    """Write report.md, metrics.json and the plot, and show the table."""
-    tasks = list(grid["tasks"])
-    header = ["method", "tuned parameters", *tasks, "mean", "gain per 1K"]
-    rows = []
-    for method, found in results[0].items():
-        means = [statistics.fmean(s["score"] for s in r[method].values()) for r in results]
-        gain = gains(results, method) if method != "head" else []
-        rows.append(
-            [
-                NAMES[method],
-                f"{found[tasks[0]]['tuned']:,.0f}",
-                *(median_range([r[method][task]["score"] for r in results], 100) for task in tasks),
-                median_range(means, 100),
-                median_range(gain, 1, 3) if gain else "",
-            ]
-        )
-    show_table(f"GLUE ({experiment.preset})", header, rows)
-    plot(experiment, results)
-    metrics = ", ".join(f"{task} {grid['metrics'][task]}" for task in tasks)
-    text = [
-        f"# VeRA and its rivals on GLUE, preset {experiment.preset}",
-        experiment.provenance(len(results)),
-        "Development sets, the best evaluation of each run; median over seeds and, in brackets, "
-        f"the lowest and highest ({metrics}), in %. Tuned parameters are those beside the heads, "
-        f"which every method trains too ({results[0]['head'][tasks[0]]['heads']:,.0f} of "
-        f"{tasks[0]}). Gain per 1K is Appendix B's: 100 · score / score of the head alone, for "
-        "each thousand tuned parameters; mean of the tasks.",
-        markdown_table(header, rows),
-        "![Score against tuned parameters](glue.png)",
-        "**The paper's Table 2**, median of five seeds:",
-        markdown_table(
-            ["", *TASKS, "mean"],
-            [
-                [name, *map(str, values), f"{statistics.fmean(values):.1f}"]
-                for name, values in TABLE_2.items()
-            ],
-        ),
-        "LoRA's row of RoBERTa-base starts MRPC, RTE and STS-B from an MNLI model; the others do "
-        "not. The scale differs unless the preset is `paper`: compare how the methods stand to "
-        "each other, not the numbers.",
+def report(table: pd.DataFrame, run: Run) -> list[str]:
+    """The table of all methods, the gains of Appendix B, the plot, and the paper's numbers."""
+    grid = run.grid("glue_grid")
+    tasks = [task for task in grid["sets"] if task in set(table["set"])]
+    top = "full" if "full" in set(table["row"]) else table["row"].iloc[0]
+    averaged = learnt(table, tasks, (top, "majority"))
+    spread = "range" if grid["part"] == "val" else "sd"
+    style: dict[str, Any] = {"scale": 100, "spread": spread}
+    over_tasks: dict[str, Any] = {"where": {"set": averaged}, "mean_over": "set"}
+    columns = [
+        Column("tuned parameters", "tuned", {"set": tasks[0]}, digits=0, spread=""),
+        *(Column(task, "score", {"set": task}, **style) for task in tasks),
     ]
-    metrics_file = {"provenance": experiment.provenance(len(results)), "seeds": results}
-    write_report(experiment.out, text, metrics_file)
+    if averaged:
+        columns.append(Column("mean", "score", **over_tasks, **style))
+        columns += [
+            Column(f"− {TITLES[row]}", "score", **over_tasks, scale=100, reference=row)
+            for row in ("lora", "full")
+            if row in set(table["row"])
+        ]
+    gains = [
+        Column(title, metric, **over_tasks, spread="range", digits=2)
+        for title, metric in (("printed formula", "ratio per 1K"), ("points", "points per 1K"))
+    ]
+    scatter(
+        table, run.out / "glue.png", "score", {"tuned": "tuned parameters"}, panel="set",
+        titles=TITLES, baselines=["head", "majority"], scale=100, log=True, ylabel="score, %",
+    )  # fmt: skip
+    metrics = ", ".join(f"{task} {grid['metrics'][task]}" for task in tasks)
+    shut = [task for task in tasks if task not in averaged]
+    protocol = (
+        "Development sets, the best evaluation of each run; median over seeds and, in brackets, "
+        "lowest and highest"
+        if spread == "range"
+        else "Development sets, scored once with the last checkpoint; learning rates were chosen "
+        "on a held-out part of the training sets. Mean ± standard deviation over seeds"
+    )
+    heads = summary(by_seed(table, "heads", {"row": top, "set": tasks[0]}), digits=0, spread="")
+    return [
+        f"# VeRA and the usual ways to fine-tune on GLUE, preset {run.preset}",
+        provenance(run.command, table),
+        f"{protocol} ({metrics}), in %. Tuned parameters are those beside the heads, which every "
+        f"method trains too ({heads} of {tasks[0]}).",
+        tabulate(table, TITLES, columns, heading="method").markdown(),
+        f"Not in the mean, because {TITLES[top]} did not score above the majority class: "
+        f"{', '.join(shut)}."
+        if shut
+        else "",
+        "![Score against tuned parameters](glue.png)",
+        "**Gain for each thousand tuned parameters** (Appendix B), mean of the tasks, median over "
+        "seeds. The printed formula, 100 · (score / score of the head alone) / thousands of "
+        "parameters, credits a method that gains nothing; beside it stands what is gained, "
+        "(score − score of the head alone) / thousands of parameters, in points.",
+        tabulate(table, TITLES, gains, heading="method").markdown() if averaged else "",
+        "**The paper's Table 2**, median of five seeds:",
+        paper_table().markdown(),
+        "LoRA's row of RoBERTa-base starts MRPC, RTE and STS-B from an MNLI model; the others do "
+        "not. The scale differs unless the preset is `paper` or `large`: compare how the methods "
+        "stand to each other, not the numbers.",
+    ]
 
 
-def plot(
-    experiment: Experiment,
-    results: Sequence[Scores],
-    key: str = "score",
-    name: str = "glue",
-    mean: bool = False,
-) -> None:
-    """A score against tuned parameters, one panel for each task; a dotted line is the head's.
+def paper_table() -> Table:
+    """Table 2."""
+    return Table(
+        ["", *TASKS, "mean"],
+        [
+            [name, *map(str, values), f"{statistics.fmean(values):.1f}"]
+            for name, values in TABLE_2.items()
+        ],
+    )
 
-    Args:
-        experiment: where to.
-        results: by seed.
-        key: which score, a share of one.
-        name: of the file.
-        mean: of the seeds, with their standard deviation; else their median, with their range.
-    """
-    tasks = list(next(iter(results[0].values())))
-    figure, axes = plt.subplots(1, len(tasks), figsize=(3.2 * len(tasks) + 1.5, 3.6), squeeze=False)
-    for axis, task in zip(axes[0], tasks, strict=True):
-        for method in results[0]:
-            values = [100 * r[method][task][key] for r in results]
-            centre = statistics.fmean(values) if mean else statistics.median(values)
-            if method == "head":
-                axis.axhline(centre, color="grey", ls=":", label=NAMES[method])
-                continue
-            spread = [[centre - min(values)], [max(values) - centre]]
-            if mean:
-                sd = statistics.stdev(values) if len(values) > 1 else 0.0
-                spread = [[sd], [sd]]
-            tuned = results[0][method][task]["tuned"]
-            axis.errorbar(tuned, centre, spread, fmt="o", capsize=3, label=NAMES[method])
-        axis.set(title=task, xscale="log", xlabel="tuned parameters")
-    axes[0][0].set_ylabel(f"{key}, %")
-    axes[0][-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize="small")
-    save_plot(figure, experiment.out / f"{name}.png")
+
+LEARNT = Comparison("score", "full", "majority", scale=100, digits=1)  # for each task
+CLAIMS = [
+    Claim(
+        name="GLUE: VeRA matches LoRA",
+        paper="VeRA",
+        sentence="VeRA scores within a point of LoRA, over the tasks that full fine-tuning learns.",
+        where="Table 2, RoBERTa-large",
+        number="87.8 and 87.8",
+        test=Comparison(
+            "score", "vera", "lora", threshold=-0.01, mean_over="set", scale=100, digits=1
+        ),
+        gate=LEARNT,
+    ),
+    Claim(
+        name="GLUE: with an order of magnitude fewer parameters",
+        paper="VeRA",
+        sentence="VeRA tunes a tenth of LoRA's parameters or fewer.",
+        where="Table 2, RoBERTa-large",
+        number="0.061M and 0.8M",
+        test=Comparison(
+            "tuned", "lora", "vera", threshold=0.0, mean_over="set", exact=True, digits=0
+        ),
+    ),
+    Claim(
+        name="GLUE: VeRA matches full fine-tuning",
+        paper="VeRA",
+        sentence="VeRA scores within a point of full fine-tuning, over the tasks that it learns.",
+        where="Table 2, RoBERTa-base",
+        number="85.2 and 85.2",
+        test=Comparison(
+            "score", "vera", "full", threshold=-0.01, mean_over="set", scale=100, digits=1
+        ),
+        gate=LEARNT,
+    ),
+    Claim(
+        name="GLUE: VeRA gains most for each parameter",
+        paper="VeRA",
+        sentence="For each thousand tuned parameters VeRA gains more over the head than LoRA.",
+        where="Appendix B",
+        number="a figure",
+        test=Comparison("points per 1K", "vera", "lora", mean_over="set"),
+        gate=LEARNT,
+    ),
+]
+
+EXPERIMENT = Experiment("vera.glue", __file__, "glue", __doc__ or "", declare, report)
+
+
+def main(argv: list[str] | None = None) -> Run:
+    """Run the experiment."""
+    return run_experiment(EXPERIMENT, argv)
 
 
 if __name__ == "__main__":

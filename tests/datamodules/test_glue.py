@@ -188,7 +188,7 @@ def test_the_default_csv_reader_would_lose_rows(recipes_data: Path) -> None:
 
 
 def test_a_share_of_the_training_part_to_choose_on():
-    """Validation on held-out training examples; the development part stays unseen until the test."""
+    """Validation on held-out training examples; the development part is left for the test."""
     official = GLUEData("RTE", source="generated", vocab_size=300)
     data = GLUEData("RTE", source="generated", vocab_size=300, val_fraction=0.25)
     everything = official.examples("train")

@@ -2,18 +2,21 @@
 
 import importlib
 import json
-from pathlib import Path
+from types import SimpleNamespace
 
 import lightning as L
+import pandas as pd
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from datamodules.instructions import fill_template
+from datamodules.instructions import fill_template, follow_up, read_questions
 from lightning_modules import backbones
 from lightning_modules.generation_metrics import score
 from lightning_modules.vera import LanguageTuning
-from recipes.legacy import StageResult, read_history
+from recipes.experiment import Stage
+from recipes.results import by_seed
+from recipes.runner import command_line
 from recipes.vera import e2e, instruct
 
 SIZES = {  # of two layers of width 32: what each method trains
@@ -27,116 +30,126 @@ FEWER = {
     "e2e": ["--trainer.max_epochs=1", "--data.limit=48", "--data.eval_limit=5"],
     "instruct": [],
 }
+SETS = {"e2e": "E2E", "instruct": "Alpaca"}
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Each experiment run once at `tiny`: its command line and its folder."""
+    """Each experiment run once at `tiny`: its command line, its Run and its table."""
     runs = {}
 
     def run(name):
         if name not in runs:
             command = ["--out", str(tmp_path_factory.mktemp(name)), *FEWER[name]]
-            runs[name] = command, main_of(name)(command)
+            done = importlib.import_module(f"recipes.vera.{name}").main(command)
+            file = done.out / "results.csv"
+            table = pd.read_csv(file, keep_default_na=False, na_values={"x": [""]})
+            runs[name] = command, done, table
         return runs[name]
 
     return run
 
 
-def main_of(name):
-    return importlib.import_module(f"recipes.vera.{name}").main
-
-
-def metrics_of(experiment):
-    return json.loads((experiment.out / "metrics.json").read_text())
-
-
 @pytest.mark.parametrize("name", FEWER)
 def test_tiny_preset(name, finished):
-    _, experiment = finished(name)
-    metrics = metrics_of(experiment)
-    (found,) = metrics["seeds"]
+    _, done, table = finished(name)
+
+    def value(metric, row):
+        return by_seed(table, metric, {"row": row, "set": SETS[name]})[0]
+
     for method, size in SIZES[name].items():
-        assert found[method]["trained"] == size
-        assert 0 < found[method]["loss"] < 10 and found[method]["seconds"] > 0
-        assert (experiment.out / "seed0" / method / "checkpoints" / "last.ckpt").is_file()
-    text = (experiment.out / "report.md").read_text()
-    assert metrics["provenance"] in text and f"| {SIZES[name]['vera']:,} |" in text
+        assert value("trained", method) == size and 0 < value("loss", method) < 10
+    # what each stage saw: 48 examples in batches of 16; 230 in batches of 4
+    seen = {"e2e": (48, 3), "instruct": (230, 57)}[name]
+    for method in SIZES[name]:
+        assert (value("examples", method), value("updates", method)) == seen
+    if name == "instruct":  # a tenth of 256
+        assert value("scored", "vera") == value("scored", "start") == 26
+    else:
+        assert value("inputs", "vera") == 5
+    text = (done.out / "report.md").read_text()
+    assert f"| {SIZES[name]['vera']:,} |" in text and "the start" in text
 
 
 @pytest.mark.parametrize("name", FEWER)
 def test_second_call_trains_nothing(name, finished, monkeypatch):
-    command, experiment = finished(name)
-    before = metrics_of(experiment)
+    command, _, table = finished(name)
 
     def fail(*args, **kwargs):
         raise AssertionError("a finished stage was trained, or its texts were written, again")
 
-    monkeypatch.setattr("recipes.legacy.run_stage", fail)
+    monkeypatch.setattr("recipes.runner.run_stage", fail)
     monkeypatch.setattr(e2e, "generate", fail)
-    main_of(name)(command)
-    assert metrics_of(experiment)["seeds"] == before["seeds"]
+    again = importlib.import_module(f"recipes.vera.{name}").main(command)
+    file = again.out / "results.csv"
+    pd.testing.assert_frame_equal(
+        pd.read_csv(file, keep_default_na=False, na_values={"x": [""]}), table
+    )
 
 
 def test_e2e_outputs_are_those_that_were_scored(finished):
-    _, experiment = finished("e2e")
-    metrics = metrics_of(experiment)
-    blocks = (experiment.out / "references.txt").read_text().removesuffix("\n").split("\n\n")
-    references = [block.split("\n") for block in blocks]
-    data = experiment.datamodule("e2e")
-    assert references == data.references("test") and len(references) == 5
-    for method in ("full", "lora", "vera", "start"):
-        file = "vera/start.txt" if method == "start" else f"{method}/outputs.txt"
-        lines = (experiment.out / "seed0" / file).read_text().removesuffix("\n").split("\n")
-        scores = metrics["start"] if method == "start" else metrics["seeds"][0][method]
-        assert score(lines, references).items() <= scores.items()
+    _, done, table = finished("e2e")
+    for row in ("full", "lora", "vera", "start"):
+        folder = done.out / "seed0" / f"E2E_{row}.score"
+        blocks = (folder / "references.txt").read_text().removesuffix("\n").split("\n\n")
+        references = [block.split("\n") for block in blocks]
+        lines = (folder / "outputs.txt").read_text().removesuffix("\n").split("\n")
+        assert len(lines) == len(references) == 5
+        for metric, expected in score(lines, references).items():
+            if metric in e2e.SCORES:
+                assert by_seed(table, metric, {"row": row})[0] == pytest.approx(expected)
 
 
-def test_e2e_start_is_the_base(finished):
-    """VeRA's model without its vectors writes what the base that all began from writes."""
-    command, _ = finished("e2e")
-    experiment = e2e.with_tokenizer(
-        e2e.from_command_line("vera.e2e", e2e.__file__, "e2e", "", command), "e2e"
-    )
-    checkpoint = experiment.out / "seed0" / "base" / "checkpoints" / "last.ckpt"
-    base = e2e.decode(StageResult(checkpoint, {}, 0.0), experiment.datamodule("e2e"), "base")
-    assert base == (experiment.out / "seed0/vera/start.txt").read_text().split("\n")[:-1]
+def test_the_start_is_the_base(finished):
+    """VeRA's model without its vectors has the loss of the base that all began from."""
+    _, done, table = finished("instruct")
+    [base] = [node for node in done.nodes.values() if node.name == "base"]
+    logged = pd.read_csv(next(base.folder.glob("log*/metrics.csv")))["val/loss"].dropna()
+    start = by_seed(table, "loss", {"row": "start"})[0]
+    assert start == pytest.approx(logged.iloc[-1], rel=1e-5)
 
 
-def test_instruct_start_is_the_base(finished):
-    _, experiment = finished("instruct")
-    base = read_history(experiment.out / "seed0" / "base")["val/loss"][-1]
-    assert metrics_of(experiment)["seeds"][0]["start"]["loss"] == pytest.approx(base, rel=1e-5)
+def test_both_turns_are_answered_in_the_judges_form(finished):
+    _, done, table = finished("instruct")
+    for row in ("lora", "vera", "start"):
+        folder = done.out / "seed0" / f"Alpaca_{row}.answers" / "judging"
+        questions = read_questions(folder / "question.jsonl")
+        lines = (folder / "model_answer" / f"{row}.jsonl").read_text().splitlines()
+        answers = [json.loads(line) for line in lines]
+        assert [each["question_id"] for each in answers] == [q.question_id for q in questions]
+        assert {each["model_id"] for each in answers} == {row} and len(answers) == 4
+        assert all(len(each["choices"][0]["turns"]) == 2 for each in answers)
+        assert by_seed(table, "answers", {"row": row})[0] == 8
 
 
-def test_instruct_answers_in_the_judges_form(finished):
-    _, experiment = finished("instruct")
-    folder = experiment.out / "judging"
-    questions = read_lines(folder / "question.jsonl")
-    data = experiment.datamodule("instruct")
-    assert len(questions) == 4
-    for asked, prompt in zip(questions, data.prompts("val"), strict=False):
-        (turn,) = asked["turns"]
-        assert "###" not in turn and set(turn.split()) <= set(prompt.split())
-    files = sorted(file.stem for file in (folder / "model_answer").iterdir())
-    assert files == ["lora", "reference", "start", "vera"]
-    for model in files:
-        answers = read_lines(folder / "model_answer" / f"{model}.jsonl")
-        assert [each["question_id"] for each in answers] == [q["question_id"] for q in questions]
-        assert {each["model_id"] for each in answers} == {model}
-        texts = [each["choices"][0]["turns"][0] for each in answers]
-        if model == "reference":
-            assert [[text] for text in texts] == data.references("val")[:4]
+def test_the_second_turn_follows_the_first(monkeypatch, tmp_path):
+    """Its prompt holds the first question and what the model answered to it."""
+    asked = []
 
+    def record(model, data, prompts, max_new_tokens):
+        asked.append(list(prompts))
+        return [f"answer {i}" for i, _ in enumerate(prompts)]
 
-def read_lines(path: Path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    class Given:
+        seed, folder = 0, tmp_path
 
+        def __init__(self):
+            self.settings = {"row": "vera", "questions": "generated"}
+            self.settings |= {"count": 2, "max_new_tokens": 4}
 
-@pytest.mark.parametrize("given", ["", "one two\n\nthree"])
-def test_question_undoes_the_template(given):
-    asked = instruct.question(fill_template("Do it.\n\nNow.", given))
-    assert asked == "Do it.\n\nNow." + (f"\n\n{given}" if given else "")
+        def datamodule(self, name):
+            return None
+
+    monkeypatch.setattr(instruct, "answer", record)
+    monkeypatch.setattr(instruct, "loaded", lambda m: SimpleNamespace(model=None))
+    list(instruct.measure_answers(Given()))
+    questions = read_questions(tmp_path / "question.jsonl")[:2]
+    first = [fill_template(question.turns[0]) for question in questions]
+    second = [
+        follow_up(before, f"answer {i}", question.turns[1])
+        for i, (before, question) in enumerate(zip(first, questions, strict=True))
+    ]
+    assert asked == [first, second]
 
 
 def test_llama_counts():
@@ -144,12 +157,34 @@ def test_llama_counts():
     assert instruct.llama_counts(*instruct.LLAMA["13B"]) == (2_416_640, 250_347_520)
 
 
-@pytest.mark.parametrize("name", FEWER)
-def test_unknown_preset(name, capsys):
-    with pytest.raises(SystemExit):
-        main_of(name)(["--preset", "tinny"])
-    message = capsys.readouterr().err
-    assert "unknown preset 'tinny': expected tiny, small, paper" in message
+@pytest.mark.parametrize(
+    ("name", "preset", "expected"),
+    [
+        ("e2e", "paper", ("gpt2-medium", 1024, 0.1, 500, 0.01, 8, 5)),
+        ("e2e", "large", ("gpt2-large", 1024, 0.02, 500, 0.01, 8, 5)),
+        ("instruct", "paper", ("Llama-2-7b-hf", 1024, 4e-3, 0.1, 0.0, 4, 1)),
+    ],
+)
+def test_the_papers_settings(name, preset, expected):
+    """Tables 10 and 11, Section 4.3."""
+    experiment = importlib.import_module(f"recipes.vera.{name}").EXPERIMENT
+    run = command_line(experiment, ["--preset", preset])
+    experiment.declare(run)
+    stages = {node.name: node.parsed() for node in run.nodes.values() if isinstance(node, Stage)}
+    vera, lora = (stages[f"{SETS[name]}_{row}"] for row in ("vera", "lora"))
+    h, data = vera.model.init_args, vera.data.init_args
+    found = (h.architecture.rpartition("/")[2], h.rank, h.lr, h.warmup, h.weight_decay)
+    assert (*found, data.batch_size, vera.trainer.max_epochs) == expected
+    assert lora.model.init_args.lr == (2e-4 if name == "e2e" else 4e-4)
+    if name == "e2e":
+        assert (h.label_smoothing, data.max_length, h.schedule) == (0.1, 512, "linear")
+    else:
+        assert (vera.trainer.accumulate_grad_batches, h.quantize, h.schedule) == (
+            4,
+            "nf4",
+            "cosine",
+        )
+        assert run.grid("instruct_grid")["answers"]["count"] == 80
 
 
 # What `paper` needs of a quantised model, tried with one that only says it is.
@@ -185,13 +220,13 @@ def test_checkpoint_of_a_quantised_model_holds_what_trains(quantised, method, tm
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
     assert {"vera": "vera_", "lora": "lora_"}[method] in min(saved) and len(saved) in (2, 4)
 
-    again = LanguageTuning.load_from_checkpoint(tmp_path / "last.ckpt", pretrained=True)
+    again = LanguageTuning.load_from_checkpoint(tmp_path / "last.ckpt")
     for name, value in module.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
 
     other = quantised(method=method)
     other.configure_model()
-    with pytest.raises(ValueError, match="holds other parameters than train here"):
+    with pytest.raises(ValueError, match="does not hold what trains here"):
         other.on_load_checkpoint({"hyper_parameters": dict(module.hparams), "state_dict": {}})
 
 

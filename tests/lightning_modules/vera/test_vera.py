@@ -360,9 +360,7 @@ BIG_CODE = {"vocab_size": 9, "n_embd": 12, "n_layer": 1, "n_head": 2, **SPECIAL}
     ("model", "layer"),
     [
         (
-            lambda: GPTBigCodeForCausalLM(
-                GPTBigCodeConfig(**BIG_CODE, multi_query=False)
-            ),
+            lambda: GPTBigCodeForCausalLM(GPTBigCodeConfig(**BIG_CODE, multi_query=False)),
             "c_attn",
         ),
         (lambda: GPTBigCodeForCausalLM(GPTBigCodeConfig(**BIG_CODE)), "c_attn"),
