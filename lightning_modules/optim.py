@@ -52,7 +52,7 @@ def build_optimizer(
         optimizer = AdamW(groups, lr=lr, betas=betas, fused=on_cpu or None)
         # A fused step can undo a gradient scaler's factor, and by this flag Lightning refuses to
         # clip before it. On a CPU there is no scaler, under bf16-mixed neither.
-        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        optimizer._step_supports_amp_scaling = False
         return optimizer
     if name == "sgd":
         return SGD(groups, lr=lr, momentum=momentum)

@@ -114,12 +114,13 @@ def _add_peft(
     import peft  # here, because not every machine has it
 
     config: Any
+    scale: Any = alpha
     if method == "randlora":
-        config = peft.RandLoraConfig(r=rank, randlora_alpha=alpha, projection_prng_key=seed)
+        config = peft.RandLoraConfig(r=rank, randlora_alpha=scale, projection_prng_key=seed)
     elif method == "vblora":
         config = peft.VBLoRAConfig(r=rank, num_vectors=vectors, vector_length=vector_length)
     else:
-        config = peft.LoraConfig(r=rank, lora_alpha=alpha)  # type: ignore[arg-type]
+        config = peft.LoraConfig(r=rank, lora_alpha=scale)
     config.target_modules = set(targets)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft sets it for Conv1D

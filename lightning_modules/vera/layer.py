@@ -57,7 +57,7 @@ class VeraLayer(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise the layer, as after `to_empty` of a model that was built on meta."""
         if isinstance(self, nn.Linear):
-            super().reset_parameters()
+            super().reset_parameters()  # type: ignore[misc]
         elif isinstance(self, Conv1D):  # which has no method for what its __init__ does
             nn.init.normal_(self.weight, std=0.02)
             nn.init.zeros_(self.bias)

@@ -63,6 +63,7 @@ class ClassesPredicted(Metric):
     """
 
     full_state_update = False
+    counts: Tensor
 
     def __init__(self, num_classes: int, **kwargs: Any):
         super().__init__(**kwargs)

@@ -56,9 +56,9 @@ def declare(run: Run) -> None:
                 scores[row] = run.measure(name, seed, measure_score, nodes, settings)
             run.measure(f"{task}_majority", seed, measure_majority, nodes, scoring)
             for row in scores.keys() - {"head", "full", "scratch"} if "head" in scores else ():
-                nodes = {"score": scores[row], "head": scores["head"]}
+                both = {"score": scores[row], "head": scores["head"]}
                 settings = {"row": row, "set": task}
-                run.measure(f"{task}_{row}.gain", seed, measure_gain, nodes, settings)
+                run.measure(f"{task}_{row}.gain", seed, measure_gain, both, settings)
 
 
 def measure_gain(m: Measuring) -> Iterator[Row]:
