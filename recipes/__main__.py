@@ -7,14 +7,14 @@ from recipes.cli import main
 from recipes.messages import console
 
 # verb → the module whose main has the arguments behind it; with -c, predict is Lightning's
-VERBS = {"claims": "recipes.ledger", "predict": "recipes.predict"}
+VERBS = {"claims": "recipes.ledger", "plan": "recipes.plan", "predict": "recipes.predict"}
 
 
 def dispatch() -> None:
     """Run a verb of VERBS, or a stage."""
     verb, arguments = " ".join(sys.argv[1:2]), sys.argv[2:]
-    of_a_stage = any(one.partition("=")[0] in ("-c", "--config") for one in arguments)
-    if verb in VERBS and not of_a_stage:
+    names_a_stage = any(one.partition("=")[0] in ("-c", "--config") for one in arguments)
+    if verb in VERBS and not (verb == "predict" and names_a_stage):
         importlib.import_module(VERBS[verb]).main(arguments)
     else:
         main()
