@@ -7,6 +7,7 @@ model is and how a batch becomes logits.
 """
 
 import io
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict
 
@@ -264,7 +265,9 @@ class FineTuning(L.LightningModule):
             checkpoint_path = io.BytesIO()
             torch.save(content, checkpoint_path)
             checkpoint_path.seek(0)
-        return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
+        with warnings.catch_warnings():  # of `adapter_only`, whose names on_load_checkpoint checks
+            warnings.filterwarnings("ignore", message="Found keys that are in the model state dict")
+            return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Leave the frozen parameters out under `adapter_only`, but for their SHA-256."""
