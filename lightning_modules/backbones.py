@@ -53,12 +53,13 @@ TEXT_TASKS = {
     "classification": transformers.AutoModelForSequenceClassification,
     "causal": transformers.AutoModelForCausalLM,
     "masked": transformers.AutoModelForMaskedLM,
+    "seq2seq": transformers.AutoModelForSeq2SeqLM,
 }
 
 
 def build_text(
     architecture: str,
-    task: Literal["classification", "causal", "masked"],
+    task: Literal["classification", "causal", "masked", "seq2seq"],
     model_args: dict[str, Any],
     pretrained: bool = False,
     quantize: Literal["nf4", "int8"] | None = None,

@@ -10,6 +10,8 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
+from lightning_modules.apet import Apet, attach, bitfit, insert, prompt
+
 Tuning = Literal[
     "full",
     "head",
@@ -22,13 +24,29 @@ Tuning = Literal[
     "adapter_l",
     "adapter_p",
     "adapter_d",
+    "prompt",
+    "apet",
 ]
 
 PEFT = ("lora", "lora_fa", "randlora", "vblora")
 
 # the last linear layer of attention and of the feed-forward part, as model families name them
-ATTENTION_OUT = ("attention.output.dense", "attn.c_proj", "attn.proj", "self_attn.o_proj")
-FEED_FORWARD_OUT = ("output.dense", "mlp.c_proj", "mlp.fc2", "mlp.down_proj")
+ATTENTION_OUT = (
+    "attention.output.dense",
+    "attn.c_proj",
+    "attn.proj",
+    "self_attn.o_proj",
+    "self_attention.dense",
+    "SelfAttention.o",
+)
+FEED_FORWARD_OUT = (
+    "output.dense",
+    "mlp.c_proj",
+    "mlp.fc2",
+    "mlp.down_proj",
+    "mlp.dense_4h_to_h",
+    "DenseReluDense.wo",
+)
 
 
 def tune(
@@ -38,26 +56,29 @@ def tune(
     rank: int = 8,
     targets: Sequence[str] = (),
     alpha: float | None = None,
-    **further: int,
+    **further: Any,
 ) -> nn.Module:
     """Leave trainable what a method trains, and freeze the rest, in place.
 
     Args:
         model: a timm or transformers model.
-        method: "full", everything. "head", the heads alone. "bitfit", all biases (Ben Zaken et
-            al., 2021). Through peft: "lora" (Hu et al., 2021); "lora_fa", the same with A frozen
-            (Zhang et al., 2023); "randlora", sums of random low-rank matrices of full rank
+        method: "full", everything. "head", the heads alone. "bitfit", all biases (Ben Zaken et al.,
+            2021); where there are none (T5), one for each linear layer. "prompt", soft tokens
+            before the text (Lester et al., 2021). "apet", a budget at random positions (Su et al.,
+            arXiv 2306.02320). Through peft: "lora" (Hu et al., 2021); "lora_fa", the same with A
+            frozen (Zhang et al., 2023); "randlora", sums of random low-rank matrices of full rank
             (Albert et al., 2025); "vblora", LoRA whose factors are mixed of a shared bank of
             vectors (Li et al., 2024). "adapter_h", bottlenecks after attention and feed-forward,
-            before the residual sum, and the layers' norms (Houlsby et al., 2019); "adapter_l",
-            one after the feed-forward part behind a norm of its own (Lin et al., 2020);
-            "adapter_p", the same without the norm (Pfeiffer et al., 2021); "adapter_d",
-            "adapter_h" without the lower half of the layers (AdapterDrop, Rücklé et al., 2020).
+            before the residual sum, and the layers' norms (Houlsby et al., 2019); "adapter_l", one
+            after the feed-forward part behind a norm of its own (Lin et al., 2020); "adapter_p",
+            the same without the norm (Pfeiffer et al., 2021); "adapter_d", "adapter_h" without the
+            lower half of the layers (AdapterDrop, Rücklé et al., 2020).
         heads: names of modules that always train.
-        rank: LoRA's r, or the width of the bottlenecks.
+        rank: LoRA's r, the width of the bottlenecks, or the number of soft tokens.
         targets: LoRA's layers, by the ends of their names.
         alpha: LoRA's scale is alpha / rank; rank when None.
-        **further: `vectors` and `vector_length` of VB-LoRA's bank, `seed` of RandLoRA's matrices.
+        **further: `vectors` and `vector_length` of VB-LoRA's bank; `seed` of RandLoRA's matrices,
+            APET's positions or a prompt's start; APET's `budget` and `operations`.
 
     Returns:
         The same model.
@@ -80,11 +101,15 @@ def tune(
                 f"head {head!r} is no module of {type(model).__name__}: expected a dotted name "
                 f"that begins with one of {known}"
             )
+    if method == "apet":
+        return insert(model, heads=heads, **further)
+    if method == "prompt":
+        return attach(model, Apet(prompt(rank), heads=tuple(heads), **further))
     model.requires_grad_(method == "full")
     if method == "bitfit":
         biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
         if not biases:
-            raise ValueError(f"{type(model).__name__} has no biases for bitfit to train")
+            attach(model, Apet(bitfit(model, heads), heads=tuple(heads)))
         for bias in biases:
             bias.requires_grad_(True)
     elif method in PEFT:

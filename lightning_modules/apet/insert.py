@@ -37,7 +37,7 @@ class Apet:
     """
 
     placement: Placement
-    seed: int
+    seed: int = 0
     budget: int | None = None
     operations: tuple[str, ...] | None = None
     heads: tuple[str, ...] = ()

@@ -48,6 +48,8 @@ class MethodArgs(TypedDict, total=False):
         alpha: LoRA's scale is alpha / rank; rank when left out.
         vectors: number of vectors in VB-LoRA's bank.
         vector_length: their length.
+        budget: number of APET's parameters; `seed` draws their positions.
+        operations: what they are, "add", "concat", "plug".
     """
 
     d_init: float
@@ -58,6 +60,8 @@ class MethodArgs(TypedDict, total=False):
     alpha: float
     vectors: int
     vector_length: int
+    budget: int
+    operations: list[str]
 
 
 ARGUMENTS = {
@@ -66,6 +70,8 @@ ARGUMENTS = {
     "lora_fa": ("alpha",),
     "randlora": ("alpha", "seed"),
     "vblora": ("vectors", "vector_length"),
+    "prompt": ("seed",),
+    "apet": ("budget", "seed", "operations"),
 }
 
 

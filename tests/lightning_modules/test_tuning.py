@@ -126,7 +126,7 @@ def test_an_adapted_model_can_be_copied():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"method": "prompt"}, "unknown method 'prompt': expected one of full, head"),
+        ({"method": "prefix"}, "unknown method 'prefix': expected one of full, head"),
         ({"method": "lora", "rank": 0}, "rank 0 is not a whole number of at least 1"),
         ({"method": "head", "heads": ["score"]}, "begins with one of bert, dropout, classifier"),
         ({"method": "lora", "targets": ["c_attn"]}, "c_attn"),
@@ -140,5 +140,20 @@ def test_bad_input(arguments, message):
 def test_a_model_without_places_for_adapters():
     with pytest.raises(ValueError, match="Sequential has no place for adapters"):
         tune(torch.nn.Sequential(torch.nn.Linear(2, 2)), "adapter_h")
-    with pytest.raises(ValueError, match="no biases for bitfit"):
-        tune(torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False)), "bitfit")
+    with pytest.raises(ValueError, match="neither biases nor linear layers"):
+        tune(torch.nn.Sequential(torch.nn.Embedding(2, 2)), "bitfit")
+
+
+def test_apet_and_prompts_are_tuned_like_the_rest():
+    model, _ = bert()
+    head = sum(p.numel() for p in model.classifier.parameters())
+    sizes = {"apet": {"budget": 33, "seed": 1, "operations": ["add"]}, "prompt": {"seed": 1}}
+    for method, arguments in sizes.items():
+        tuned = tune(copy.deepcopy(model), method, ["classifier"], 5, **arguments)
+        count = sum(p.numel() for p in trainable(tuned).values()) - head
+        assert count == {"apet": 33, "prompt": 5 * 16}[method]
+
+
+def test_bitfit_gives_biases_to_a_model_without_any():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3, bias=False))
+    assert [p.numel() for p in trainable(tune(model, "bitfit")).values()] == [3]

@@ -1,0 +1,70 @@
+"""Fine-tuning of language models as classifiers, by label words (APET, App. D)."""
+
+from typing import Any, Literal
+
+import transformers
+from torch import Tensor, nn
+
+from lightning_modules.apet.label_words import LabelWords
+from lightning_modules.backbones import build_text, match_tokenizer, text_inputs
+from lightning_modules.vera.text_module import TextTuning
+
+
+class LabelWordTuning(TextTuning):
+    """A decoder or encoder–decoder that writes a class's word behind `Input: {x} Output:`.
+
+    The DataModule makes the prompts and knows the words' tokens (`data.label_words`).
+
+    Args:
+        num_classes: of the task.
+        architecture: a hub name, a folder with config.json, or a model type such as "bloom".
+        label_tokens: token of each class's word; null: the DataModule's, which the checkpoint then
+            carries.
+        **kwargs: see `FineTuning`.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        architecture: str = "bigscience/bloom-560m",
+        label_tokens: list[int] | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(num_classes=num_classes, architecture=architecture, **kwargs)
+
+    def build(self) -> nn.Module:
+        """A transformers model that writes, as a classifier.
+
+        Raises:
+            ValueError: if the label words are not known.
+        """
+        h: Any = self.hparams
+        if h.label_tokens is None:
+            data = getattr(self._trainer, "datamodule", None)
+            if getattr(data, "label_words", None) is None:
+                raise ValueError(
+                    "LabelWordTuning needs a word for each class, and the data has none: set "
+                    '--data.label_words \'["negative", "positive"]\', say'
+                )
+            h.label_tokens = data.label_tokens
+        config = (
+            transformers.AutoConfig.for_model(h.architecture)
+            if h.architecture in transformers.CONFIG_MAPPING
+            else transformers.AutoConfig.from_pretrained(h.architecture)
+        )
+        task: Literal["seq2seq", "causal"] = "seq2seq" if config.is_encoder_decoder else "causal"
+        model = build_text(h.architecture, task, h.model_args or {}, self.pretrained)
+        match_tokenizer(model, self._trainer)
+        return LabelWords(model, h.label_tokens)
+
+    def _adapt(self, model: Any) -> None:
+        super()._adapt(model.model)  # prompts go before the language model's own input
+
+    def default_heads(self, model: nn.Module) -> list[str]:
+        """None: the label words are in the vocabulary."""
+        return []
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Logits (B, C) of the classes' words."""
+        assert self.model is not None
+        return self.model(**text_inputs(batch, self.model))
