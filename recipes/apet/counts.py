@@ -1,0 +1,164 @@
+"""How many tunable parameters are enough? (Section 5.3, Fig. 5)
+
+Score against the number of trainable parameters, at random positions. Two thresholds are read off
+each seed's own curve: `low`, the smallest count from which on the score stays above guessing, and
+`high`, the smallest from which on it stays level with full fine-tuning. Both allow for the sampling
+error of a test part of n examples: 1.64·√(p(1 − p)/n), the one-sided 95 % bound. Where no count of
+the sweep reaches a threshold, the seed has none.
+
+    python -m recipes.apet.counts                               generated sentences, a minute on a CPU
+    make weights && python -m recipes.apet.counts --preset small --seeds 3 --jobs 2
+    python -m recipes.apet.counts --preset paper --seeds 3      BERT-small and BERT-large
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+
+import pandas as pd
+
+from recipes.apet.cells import GRID, Cell, at_random, majority, of_method, score
+from recipes.claims import Claim, Comparison
+from recipes.experiment import Experiment, Measuring, Row, Run
+from recipes.messages import console
+from recipes.plots import curves
+from recipes.results import by_seed, provenance
+from recipes.runner import run_experiment
+from recipes.tables import Table, summary
+
+ONE_SIDED = 1.6449  # standard errors: 95 % on one side
+PAPER = {  # Fig. 5, low thresholds
+    "BERT-large": "8.0e2 to 3.2e3",
+    "BERT-small": "4.0e2 to 1.6e3",
+    "BLOOM-7.1B": "8.2e3 to 4.1e4",
+    "T5-XXL": "7.9e3 to 8.5e3",
+    "T5-small": "8.0e2 to 7.9e3",
+}
+
+
+def declare(run: Run) -> None:
+    """The sweep of each model and task, and its thresholds."""
+    grid = run.grid(GRID)
+    settings = grid["counts"]
+    for seed in run.seeds:
+        for model in settings["models"]:
+            for task in settings["tasks"]:
+                full = Cell(model, task, "full", of_method(grid, "full"), seed)
+                nodes = {
+                    "full": score(run, grid, full),
+                    "majority": majority(run, grid, full),
+                }
+                for budget in settings["budgets"]:
+                    cell = Cell(model, task, f"{budget}", at_random(budget, seed), seed)
+                    nodes[f"{budget}"] = score(run, grid, cell)
+                name, given = f"{task} {model} thresholds", {"row": model, "set": task}
+                run.measure(name, seed, measure_thresholds, nodes, given)
+
+
+def measure_thresholds(m: Measuring) -> Iterator[Row]:
+    """The curve of one seed and its two thresholds, in decimal logarithms of the count."""
+    scores = {name: node.rows.set_index("metric")["value"] for name, node in m.stages.items()}
+    guess, full = (scores.pop(name) for name in ("majority", "full"))
+    curve = {int(name): rows["score"] for name, rows in scores.items()}
+    row, name = m.settings["row"], m.settings["set"]
+    for count, value in curve.items():
+        yield Row(row=row, set=name, metric="curve", x=count, value=value)
+    yield Row(row=row, set=name, metric="guessing", value=guess["score"])
+    yield Row(row=row, set=name, metric="full", value=full["score"])
+    found = thresholds(curve, guess["score"], full["score"], int(full["scored"]))
+    for metric, count in found.items():
+        if count is not None:
+            yield Row(row=row, set=name, metric=metric, value=math.log10(count))
+
+
+def thresholds(
+    curve: Mapping[int, float], guess: float, full: float, examples: int
+) -> dict[str, int | None]:
+    """The counts from which on a curve stays above guessing, and level with full fine-tuning.
+
+    Args:
+        curve: score, a share of one, by count.
+        guess: the score of guessing.
+        full: that of full fine-tuning.
+        examples: of the test part.
+    """
+
+    def error(share: float) -> float:
+        return ONE_SIDED * math.sqrt(share * (1 - share) / examples)
+
+    levels = {"low": guess + error(guess), "high": full - error(full)}
+    found: dict[str, int | None] = {}
+    for name, level in levels.items():
+        found[name] = None
+        for count in sorted(curve, reverse=True):
+            if curve[count] <= level:
+                break
+            found[name] = count
+    return found
+
+
+def report(table: pd.DataFrame, run: Run) -> list[str]:
+    """The thresholds by model and task, and the curves."""
+    settings = run.grid(GRID)["counts"]
+    rows = [
+        [model, task, *(_threshold(table, run, model, task, name) for name in ("low", "high"))]
+        for task in settings["tasks"]
+        for model in settings["models"]
+    ]
+    curves(
+        table, run.out / "counts.png", "curve", panel="set", where={"set": settings["tasks"]},
+        scale=100, log=True, xlabel="trainable parameters", ylabel="score, %",
+    )  # fmt: skip
+    return [
+        f"# The number of tunable parameters, preset {run.preset}",
+        provenance(run.command, table),
+        "Log₁₀ of the smallest count of the sweep from which on the score stays above guessing "
+        "(low) and level with full fine-tuning (high), allowing for the sampling error of the test "
+        "part; mean ± standard deviation over the seeds that reach it, of all seeds.",
+        Table(["model", "task", "low", "high"], rows).markdown(),
+        "![Score against the number of trainable parameters](counts.png)",
+        "**The paper's Fig. 5**, low thresholds over its tasks:",
+        Table(["model", "parameters"], [list(row) for row in PAPER.items()]).markdown(),
+        "Its high threshold falls with scale (a figure).",
+    ]
+
+
+def _threshold(table: pd.DataFrame, run: Run, model: str, task: str, name: str) -> str:
+    values = by_seed(table, name, {"row": model, "set": task})
+    text = summary(values, digits=2) if len(values) else "not reached"
+    return f"{text} ({len(values)} of {len(run.seeds)})"
+
+
+CLAIMS = [
+    Claim(
+        name="high threshold falls with scale",
+        paper="APET",
+        sentence="A larger model needs fewer parameters to be level with full fine-tuning.",
+        where="Section 5.3, Fig. 5",
+        number="a figure",
+        test=Comparison("high", "MiniLM", "bge-small", mean_over="set"),
+        gate=Comparison("full", "MiniLM", None, threshold=0.6, mean_over="set"),
+    ),
+    Claim(
+        name="low threshold is alike",
+        paper="APET",
+        sentence="Models of all sizes need about as many parameters to exceed guessing: within a "
+        "factor of ten.",
+        where="Section 5.3, Fig. 5",
+        number="BERT-large 8.0e2 to 3.2e3, BERT-small 4.0e2 to 1.6e3",
+        test=(
+            Comparison("low", "MiniLM", "bge-small", threshold=-1.0, mean_over="set"),
+            Comparison("low", "bge-small", "MiniLM", threshold=-1.0, mean_over="set"),
+        ),
+        gate=Comparison("full", "MiniLM", None, threshold=0.6, mean_over="set"),
+    ),
+]
+EXPERIMENT = Experiment("apet.counts", __file__, "encoder", __doc__ or "", declare, report)
+
+
+def main(argv: list[str] | None = None) -> Run:
+    """Run the experiment."""
+    return run_experiment(EXPERIMENT, argv)
+
+
+if __name__ == "__main__":
+    console(main)

@@ -1,0 +1,156 @@
+"""Does it matter where the tunable parameters sit? (Section 5.2, Fig. 4)
+
+As many parameters as Prompt, BitFit, LoRA and Adapter have, at random positions drawn by many
+seeds, in a small and in a large model; the deviation between the draws is what positions are worth.
+
+    python -m recipes.apet.positions                            generated sentences, a minute on a CPU
+    make weights && python -m recipes.apet.positions --preset small --seeds 2 --jobs 2
+    python -m recipes.apet.positions --preset paper --seeds 3   BERT-small and BERT-large
+"""
+
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+import torch
+
+from lightning_modules.tuning import trainable, tune
+from lightning_modules.vera.targets import query_and_value
+from recipes.apet.cells import GRID, METHODS, PET, Cell, at_random, majority, of_method, score
+from recipes.claims import Claim, Comparison
+from recipes.experiment import Experiment, Measuring, Row, Run
+from recipes.messages import console
+from recipes.records import type_of
+from recipes.results import provenance
+from recipes.runner import run_experiment
+from recipes.tables import Column, tabulate
+
+
+def declare(run: Run) -> None:
+    """Draws of positions at four budgets, and the deviation between them."""
+    grid = run.grid(GRID)
+    settings = grid["positions"]
+    rows = run.rows(PET)
+    for seed in run.seeds:
+        for model in settings["models"]:
+            for task in settings["tasks"]:
+                groups: dict[str, dict[str, Any]] = {}
+                for row in rows:
+                    budget = budget_of(run, grid, model, row)
+                    drawn = [
+                        Cell(model, task, f"APET {row} {draw}", at_random(budget, draw), seed)
+                        for draw in range(settings["draws"])
+                    ]
+                    groups[row] = {cell.row: score(run, grid, cell) for cell in drawn}
+                    name = f"{task} {model} {row} spread"
+                    given = {"row": row, "set": f"{task}, {model}", "model": model, "budget": budget}
+                    run.measure(name, seed, measure_spread, groups[row], given)
+                full = Cell(model, task, "full", of_method(grid, "full"), seed)
+                score(run, grid, full)
+                majority(run, grid, full)
+                name = f"{task} {model} mean spread"
+                every = {f"{row} {key}": n for row, g in groups.items() for key, n in g.items()}
+                run.measure(name, seed, measure_mean_spread, every, {"row": model, "set": task})
+
+
+def budget_of(run: Run, grid: dict[str, Any], model: str, method: str) -> int:
+    """How many parameters a usual tuning method has in a model."""
+    entry = grid["models"][model]
+    parsed = run.parsed(entry["config"], entry["settings"]).model
+    arguments = {"num_classes": 2, "pretrained": False, "adapter_only": False}
+    if entry["config"] == "decoder":
+        arguments["label_tokens"] = [0, 1]
+    module = type_of(parsed)(**{**parsed.init_args.as_dict(), **arguments})
+    chosen = of_method(grid, method)
+    with torch.device("meta"):
+        base = module.build()
+        heads = module.default_heads(base)
+        rank = chosen.get("model.rank", 1)
+        tune(base, chosen["model.method"], heads, rank, query_and_value(base))
+    in_heads = sum(p.numel() for head in heads for p in base.get_submodule(head).parameters())
+    return sum(p.numel() for p in trainable(base).values()) - in_heads
+
+
+def measure_spread(m: Measuring) -> Iterator[Row]:
+    """Mean and standard deviation over the draws of one budget, in points."""
+    values = scores_of(m, m.stages)
+    row, name = m.settings["row"], m.settings["set"]
+    yield Row(row=row, set=name, metric="budget", value=m.settings["budget"])
+    yield Row(row=row, set=name, metric="mean", value=statistics.fmean(values))
+    yield Row(row=row, set=name, metric="spread", value=statistics.stdev(values))
+
+
+def measure_mean_spread(m: Measuring) -> Iterator[Row]:
+    """The standard deviation over draws, averaged over the budgets (as a root mean square)."""
+    groups: dict[str, list[float]] = {}
+    for name, value in zip(m.stages, scores_of(m, m.stages), strict=True):
+        groups.setdefault(name.partition(" ")[0], []).append(value)
+    variance = statistics.fmean(statistics.variance(values) for values in groups.values())
+    yield Row(row=m.settings["row"], set=m.settings["set"], metric="deviation", value=variance**0.5)
+
+
+def scores_of(m: Measuring, nodes: dict[str, Any]) -> list[float]:
+    """The scores that other measurements have found, in points."""
+    return [100 * node.rows.set_index("metric")["value"]["score"] for node in nodes.values()]
+
+
+def report(table: pd.DataFrame, run: Run) -> list[str]:
+    """Spread by budget and model."""
+    settings = run.grid(GRID)["positions"]
+    columns = []
+    for task in settings["tasks"]:
+        for model in settings["models"]:
+            where = {"set": f"{task}, {model}"}
+            columns += [
+                Column(f"{task}, {model}: parameters", "budget", where, digits=0, spread=""),
+                Column("mean, %", "mean", where),
+                Column("between draws", "spread", where, digits=2),
+            ]
+    models = tabulate(
+        table, settings["models"],
+        [Column(task, "deviation", {"set": task}, digits=2) for task in settings["tasks"]]
+        + [Column("mean", "deviation", mean_over="set", digits=2)],
+        heading="model",
+    )  # fmt: skip
+    return [
+        f"# Positions of the tunable parameters, preset {run.preset}",
+        provenance(run.command, table),
+        f"Score of {settings['draws']} draws of positions with as many parameters as each method "
+        "has: mean, and standard deviation between the draws, in points.",
+        tabulate(table, {row: f"APET, {METHODS[row]}" for row in PET}, columns, heading="budget of").markdown(),
+        "**Between draws, over the four budgets**, in points:",
+        models.markdown(),
+        "Paper, Fig. 4: positions matter in a small model and hardly in a large one.",
+    ]
+
+
+CLAIMS = [
+    Claim(
+        name="positions matter less in a larger model",
+        paper="APET",
+        sentence="The deviation between random positions is smaller in a larger model.",
+        where="Section 5.2, Fig. 4",
+        number="a figure",
+        test=Comparison("deviation", "MiniLM", "bge-small", mean_over="set"),
+        gate=tuple(
+            Comparison(
+                "score",
+                {"row": "full", "set": f"SST-2, {model}"},
+                {"row": "majority", "set": f"SST-2, {model}"},
+                scale=100,
+            )
+            for model in ("MiniLM", "bge-small")
+        ),
+    )
+]
+EXPERIMENT = Experiment("apet.positions", __file__, "encoder", __doc__ or "", declare, report)
+
+
+def main(argv: list[str] | None = None) -> Run:
+    """Run the experiment."""
+    return run_experiment(EXPERIMENT, argv)
+
+
+if __name__ == "__main__":
+    console(main)

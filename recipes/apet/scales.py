@@ -1,0 +1,128 @@
+"""Do tuning methods differ less in larger models? (Section 4, Fig. 2)
+
+Four parameter-efficient methods and full fine-tuning on models of growing size. For each model,
+task and seed: the standard deviation between the four methods' scores, in points.
+
+    python -m recipes.apet.scales                              generated sentences, a minute on a CPU
+    make weights && python -m recipes.apet.scales --preset small --seeds 3 --jobs 2
+    python -m recipes.apet.scales --preset paper --seeds 3     BERT, BLOOM and T5
+"""
+
+import statistics
+from collections.abc import Iterator
+
+import pandas as pd
+
+from recipes.apet.cells import GRID, METHODS, PET, cells, majority, score
+from recipes.claims import Claim, Comparison
+from recipes.experiment import Experiment, Measuring, Row, Run
+from recipes.messages import console
+from recipes.plots import scatter
+from recipes.results import provenance
+from recipes.runner import run_experiment
+from recipes.tables import Column, Table, tabulate
+
+FIG_2 = {  # standard deviation between methods, mean over tasks: smallest to largest model
+    "BERT small, base, large": "5.08, 3.63, 2.65",
+    "BLOOM 560M, 7.1B": "3.46, 2.50",
+    "T5 small, XXL": "2.75, 1.72",
+}
+
+
+def declare(run: Run) -> None:
+    """Every method on every task and model, and the deviation between methods."""
+    grid = run.grid(GRID)
+    rows = run.rows(grid["methods"])
+    for seed in run.seeds:
+        for model in grid["models"]:
+            for task in grid["tasks"]:
+                all_cells = cells(grid, [model], [task], rows, seed)
+                scores = {cell.row: score(run, grid, cell) for cell in all_cells}
+                majority(run, grid, all_cells[0])
+                between = {row: scores[row] for row in PET if row in scores}
+                if len(between) > 1:
+                    name, settings = f"{task} {model} deviation", {"set": task, "row": model}
+                    run.measure(name, seed, measure_deviation, between, settings)
+
+
+def measure_deviation(m: Measuring) -> Iterator[Row]:
+    """The standard deviation between methods' scores, in points."""
+    values = []
+    for node in m.stages.values():
+        rows = node.rows.set_index("metric")["value"]
+        values.append(100 * rows["score"])
+    yield Row(
+        row=m.settings["row"], set=m.settings["set"], metric="deviation", value=statistics.stdev(values)
+    )
+
+
+def report(table: pd.DataFrame, run: Run) -> list[str]:
+    """The deviation by model, every score, and the paper's numbers."""
+    grid = run.grid(GRID)
+    models, tasks = list(grid["models"]), list(grid["tasks"])
+    deviation = [
+        *(Column(task, "deviation", {"set": task}, digits=2) for task in tasks),
+        Column("mean", "deviation", mean_over="set", digits=2),
+    ]
+    if len(models) > 1:
+        smallest = Column(f"− {models[0]}", "deviation", mean_over="set", reference=models[0], digits=2)
+        deviation.append(smallest)
+    parts = [
+        f"# Tuning methods and scale, preset {run.preset}",
+        provenance(run.command, table),
+        "**Standard deviation between Prompt, BitFit, LoRA and Adapter**, in points, by model. The "
+        "last column is the difference to the smallest model, seed by seed, with its 95 % interval.",
+        tabulate(table, models, deviation, heading="model").markdown(),
+    ]
+    for task in tasks:
+        columns = [
+            Column(model, "score", {"set": f"{task}, {model}"}, scale=100) for model in models
+        ]
+        shown = tabulate(table, METHODS, columns, heading="method")
+        parts += [f"**{task}**, {grid['metrics'][task]} in %:", shown.markdown()]
+    sets = [f"{task}, {model}" for task in tasks[:1] for model in models]
+    scatter(
+        table, run.out / "scales.png", "score", {"tuned": "tuned parameters"}, panel="set",
+        where={"set": sets}, titles=METHODS, baselines=["majority"], scale=100, log=True,
+        ylabel="score, %",
+    )  # fmt: skip
+    return [
+        *parts,
+        "![Score against tuned parameters](scales.png)",
+        "**The paper's Fig. 2**: the same deviation, mean over its tasks.",
+        Table(["models", "deviation, smallest to largest"], [list(r) for r in FIG_2.items()]).markdown(),
+    ]
+
+
+def falls(small: str, large: str) -> Claim:
+    """The deviation is smaller in the larger model."""
+    return Claim(
+        name=f"deviation falls: {small} → {large}",
+        paper="APET",
+        sentence="The standard deviation between tuning methods is smaller in a larger model.",
+        where="Section 4, Fig. 2",
+        number="BERT 5.08 → 2.65, BLOOM 3.46 → 2.50, T5 2.75 → 1.72",
+        test=Comparison("deviation", small, large, mean_over="set"),
+        gate=tuple(
+            Comparison(
+                "score",
+                {"row": "full", "set": f"SST-2, {model}"},
+                {"row": "majority", "set": f"SST-2, {model}"},
+                scale=100,
+            )
+            for model in (small, large)
+        ),
+    )
+
+
+CLAIMS = [falls("MiniLM", "SmolLM2"), falls("MiniLM", "bge-small")]
+EXPERIMENT = Experiment("apet.scales", __file__, "encoder", __doc__ or "", declare, report)
+
+
+def main(argv: list[str] | None = None) -> Run:
+    """Run the experiment."""
+    return run_experiment(EXPERIMENT, argv)
+
+
+if __name__ == "__main__":
+    console(main)
