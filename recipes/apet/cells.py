@@ -66,7 +66,8 @@ def train(run: Run, grid: Mapping[str, Any], cell: Cell) -> Stage:
     """Declare a training; its learning rate is the best of the grid's on the held-out part."""
     model, task = grid["models"][cell.model], dict(grid["tasks"][cell.task])
     words, config = task.pop("words"), model["config"]
-    settings = {**task, **model["settings"], **cell.settings}
+    no_budget = {"model.method_args": None}  # the stage file's is of method apet
+    settings = {**task, **model["settings"], **no_budget, **cell.settings}
     if config == "decoder":
         settings["data.label_words"] = words
     varied = {key: settings.pop(key) for key in VARIED if key in settings}
@@ -75,7 +76,9 @@ def train(run: Run, grid: Mapping[str, Any], cell: Cell) -> Stage:
         settings["model.lr"] = rates[0]
     elif "model.lr" not in settings:
         trials = [
-            run.stage(f"{name_of(cell)} lr {rate:g}", config, 0, {**varied, "model.lr": rate}, settings)
+            run.stage(
+                f"{name_of(cell)} lr {rate:g}", config, 0, {**varied, "model.lr": rate}, settings
+            )
             for rate in rates
         ]
         settings |= run.best(trials, f"val/{grid['metrics'][cell.task]}", ["model.lr"])
@@ -103,7 +106,11 @@ def name_of(cell: Cell) -> str:
 
 
 def cells(
-    grid: Mapping[str, Any], models: Sequence[str], tasks: Sequence[str], rows: Sequence[str], seed: int
+    grid: Mapping[str, Any],
+    models: Sequence[str],
+    tasks: Sequence[str],
+    rows: Sequence[str],
+    seed: int,
 ) -> list[Cell]:
     """The usual tuning methods on models and tasks."""
     return [

@@ -6,7 +6,7 @@ each seed's own curve: `low`, the smallest count from which on the score stays a
 error of a test part of n examples: 1.64·√(p(1 − p)/n), the one-sided 95 % bound. Where no count of
 the sweep reaches a threshold, the seed has none.
 
-    python -m recipes.apet.counts                               generated sentences, a minute on a CPU
+    python -m recipes.apet.counts                  generated sentences, on a CPU
     make weights && python -m recipes.apet.counts --preset small --seeds 3 --jobs 2
     python -m recipes.apet.counts --preset paper --seeds 3      BERT-small and BERT-large
 """

@@ -3,7 +3,7 @@
 As many parameters as Prompt, BitFit, LoRA and Adapter have, at random positions drawn by many
 seeds, in a small and in a large model; the deviation between the draws is what positions are worth.
 
-    python -m recipes.apet.positions                            generated sentences, a minute on a CPU
+    python -m recipes.apet.positions                  generated sentences, on a CPU
     make weights && python -m recipes.apet.positions --preset small --seeds 2 --jobs 2
     python -m recipes.apet.positions --preset paper --seeds 3   BERT-small and BERT-large
 """
@@ -44,7 +44,12 @@ def declare(run: Run) -> None:
                     ]
                     groups[row] = {cell.row: score(run, grid, cell) for cell in drawn}
                     name = f"{task} {model} {row} spread"
-                    given = {"row": row, "set": f"{task}, {model}", "model": model, "budget": budget}
+                    given = {
+                        "row": row,
+                        "set": f"{task}, {model}",
+                        "model": model,
+                        "budget": budget,
+                    }
                     run.measure(name, seed, measure_spread, groups[row], given)
                 full = Cell(model, task, "full", of_method(grid, "full"), seed)
                 score(run, grid, full)
@@ -118,7 +123,9 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         provenance(run.command, table),
         f"Score of {settings['draws']} draws of positions with as many parameters as each method "
         "has: mean, and standard deviation between the draws, in points.",
-        tabulate(table, {row: f"APET, {METHODS[row]}" for row in PET}, columns, heading="budget of").markdown(),
+        tabulate(
+            table, {row: f"APET, {METHODS[row]}" for row in PET}, columns, heading="budget of"
+        ).markdown(),
         "**Between draws, over the four budgets**, in points:",
         models.markdown(),
         "Paper, Fig. 4: positions matter in a small model and hardly in a large one.",

@@ -3,7 +3,7 @@
 Four parameter-efficient methods and full fine-tuning on models of growing size. For each model,
 task and seed: the standard deviation between the four methods' scores, in points.
 
-    python -m recipes.apet.scales                              generated sentences, a minute on a CPU
+    python -m recipes.apet.scales                  generated sentences, on a CPU
     make weights && python -m recipes.apet.scales --preset small --seeds 3 --jobs 2
     python -m recipes.apet.scales --preset paper --seeds 3     BERT, BLOOM and T5
 """
@@ -52,7 +52,10 @@ def measure_deviation(m: Measuring) -> Iterator[Row]:
         rows = node.rows.set_index("metric")["value"]
         values.append(100 * rows["score"])
     yield Row(
-        row=m.settings["row"], set=m.settings["set"], metric="deviation", value=statistics.stdev(values)
+        row=m.settings["row"],
+        set=m.settings["set"],
+        metric="deviation",
+        value=statistics.stdev(values),
     )
 
 
@@ -65,13 +68,15 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         Column("mean", "deviation", mean_over="set", digits=2),
     ]
     if len(models) > 1:
-        smallest = Column(f"− {models[0]}", "deviation", mean_over="set", reference=models[0], digits=2)
+        smallest = Column(
+            f"− {models[0]}", "deviation", mean_over="set", reference=models[0], digits=2
+        )
         deviation.append(smallest)
     parts = [
         f"# Tuning methods and scale, preset {run.preset}",
         provenance(run.command, table),
-        "**Standard deviation between Prompt, BitFit, LoRA and Adapter**, in points, by model. The "
-        "last column is the difference to the smallest model, seed by seed, with its 95 % interval.",
+        "**Standard deviation between Prompt, BitFit, LoRA and Adapter**, in points, by model. Last: "
+        "the difference to the smallest model, seed by seed, with its 95 % interval.",
         tabulate(table, models, deviation, heading="model").markdown(),
     ]
     for task in tasks:
@@ -90,7 +95,9 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         *parts,
         "![Score against tuned parameters](scales.png)",
         "**The paper's Fig. 2**: the same deviation, mean over its tasks.",
-        Table(["models", "deviation, smallest to largest"], [list(r) for r in FIG_2.items()]).markdown(),
+        Table(
+            ["models", "deviation, smallest to largest"], [list(r) for r in FIG_2.items()]
+        ).markdown(),
     ]
 
 

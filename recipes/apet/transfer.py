@@ -4,7 +4,7 @@
 are. Labels are unified: negative, not-entailment and not-equivalent are 0; positive, entailment and
 equivalent are 1. So RTE's and QNLI's, which GLUE numbers the other way, are turned round.
 
-    python -m recipes.apet.transfer                             generated sentences, a minute on a CPU
+    python -m recipes.apet.transfer                  generated sentences, on a CPU
     make weights && python -m recipes.apet.transfer --preset small --seeds 3 --jobs 2
     python -m recipes.apet.transfer --preset paper --seeds 3    BERT-base
 """
@@ -83,9 +83,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
             [cells_of] = tabulate(table, {method: METHODS[method]}, columns).rows
             rows.append([source, *cells_of[1:]])
         parts += [f"**{METHODS[method]}**", Table(["source", *tasks], rows).markdown()]
-    guesses = [
-        Column(task, "score", {"set": f"{task}, {model}"}, scale=100) for task in tasks
-    ]
+    guesses = [Column(task, "score", {"set": f"{task}, {model}"}, scale=100) for task in tasks]
     shown = tabulate(table, {"majority": METHODS["majority"]}, guesses).markdown()
     return [*parts, "**Always the commonest class**", shown]
 
