@@ -75,8 +75,8 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     parts = [
         f"# Tuning methods and scale, preset {run.preset}",
         provenance(run.command, table),
-        "**Standard deviation between Prompt, BitFit, LoRA and Adapter**, in points, by model. Last: "
-        "the difference to the smallest model, seed by seed, with its 95 % interval.",
+        "**Standard deviation between Prompt, BitFit, LoRA and Adapter**, in points. Last: the "
+        "difference to the smallest model, seed by seed, with its 95 % interval.",
         tabulate(table, models, deviation, heading="model").markdown(),
     ]
     for task in tasks:

@@ -73,7 +73,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         f"Accuracy in % of {model}, mean ± standard deviation over seeds; rows are source tasks, "
         "columns targets.",
     ]
-    for method in settings["methods"]:
+    for method in run.rows(settings["methods"]):
         rows = []
         for source in tasks:
             columns = [

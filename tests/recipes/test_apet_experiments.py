@@ -1,0 +1,147 @@
+"""APET's experiments from the command line to the report, at `tiny` and a few steps."""
+
+import importlib
+
+import pandas as pd
+import pytest
+
+from recipes.apet.counts import thresholds
+from recipes.cli import grid, presets
+from recipes.experiment import Stage
+from recipes.records import at
+from recipes.runner import command_line
+
+EXPERIMENTS = ("scales", "positions", "counts", "transfer")
+SHORT = ("--trainer.max_steps", "3", "--trainer.val_check_interval", "3", "--data.limit", "48")
+
+
+def module_of(name):
+    return importlib.import_module(f"recipes.apet.{name}")
+
+
+def run(name, out, *flags):
+    """A tiny run: its table and its report."""
+    finished = module_of(name).main(["--out", str(out), *SHORT, *flags])
+    table = pd.read_csv(finished.out / "results.csv", keep_default_na=False, na_values={"x": [""]})
+    text = (finished.out / "report.md").read_text()
+    assert "smoke test" in text
+    return table, text
+
+
+def declared(name, *flags):
+    """An experiment's stages, declared and not run."""
+    planned = command_line(module_of(name).EXPERIMENT, list(flags))
+    module_of(name).EXPERIMENT.declare(planned)
+    planned.check()
+    return {node.name: node for node in planned.nodes.values() if isinstance(node, Stage)}
+
+
+def values(table, metric, name):
+    part = table[(table["metric"] == metric) & (table["set"] == name)]
+    return dict(zip(part["row"], part["value"], strict=True))
+
+
+def test_scales(tmp_path):
+    table, text = run("scales", tmp_path, "--rows", "bitfit,lora,full")
+    for width in (16, 32, 64):
+        name = f"SST-2, width-{width}"
+        scores = values(table, "score", name)
+        assert list(scores) == ["bitfit", "lora", "full", "majority"]
+        assert set(values(table, "updates", name).values()) == {3}
+        assert set(values(table, "examples", name).values()) == {48}
+        assert set(values(table, "scored", name).values()) == {64}
+        assert values(table, "tuned", name)["lora"] == 2 * 2 * 4 * 2 * width
+        deviation = pd.Series([100 * scores[row] for row in ("bitfit", "lora")]).std()
+        assert values(table, "deviation", "SST-2")[f"width-{width}"] == pytest.approx(deviation)
+    assert "5.08, 3.63, 2.65" in text and "scales.png" in text
+
+
+def test_positions(tmp_path):
+    table, _ = run("positions", tmp_path, "--rows", "lora")
+    for width in (16, 64):
+        name = f"SST-2, width-{width}"
+        tuned = values(table, "tuned", name)
+        budget = 2 * 2 * 4 * 2 * width  # LoRA's
+        assert {row: tuned[row] for row in tuned if row != "full"} == {
+            "APET lora 0": budget,
+            "APET lora 1": budget,
+        }
+        assert values(table, "budget", name) == {"lora": budget}
+        scores = values(table, "score", name)
+        drawn = pd.Series([100 * scores[f"APET lora {draw}"] for draw in (0, 1)])
+        assert values(table, "spread", name)["lora"] == pytest.approx(drawn.std())
+        assert values(table, "deviation", "SST-2")[f"width-{width}"] == pytest.approx(drawn.std())
+
+
+def test_counts(tmp_path):
+    table, text = run("counts", tmp_path)
+    for width in (16, 64):
+        assert values(table, "tuned", f"SST-2, width-{width}") == {
+            "full": values(table, "tuned", f"SST-2, width-{width}")["full"],
+            "1": 1,
+            "30": 30,
+            "1000": 1000,
+        }
+    points = table[table["metric"] == "curve"]
+    assert sorted(points["x"].unique()) == [1, 30, 1000]
+    assert len(points) == 6
+    assert "of 1)" in text and "counts.png" in text
+
+
+def test_transfer(tmp_path):
+    table, text = run("transfer", tmp_path, "--rows", "lora")
+    matrix = table[table["metric"] == "accuracy"]
+    assert sorted(matrix["set"]) == [
+        "MRPC → MRPC",
+        "MRPC → SST-2",
+        "SST-2 → MRPC",
+        "SST-2 → SST-2",
+    ]
+    assert "| source | SST-2 | MRPC |" in text
+
+
+CURVE = {10: 0.50, 100: 0.70, 1000: 0.65, 10_000: 0.89}
+
+
+@pytest.mark.parametrize(
+    ("curve", "expected"),
+    [
+        (CURVE, {"low": 100, "high": 10_000}),
+        ({10: 0.5, 100: 0.5}, {"low": None, "high": None}),  # guesses at every count
+        ({10: 0.9, 100: 0.5, 1000: 0.9}, {"low": 1000, "high": 1000}),  # falls back in between
+        ({10: 0.9, 100: 0.9}, {"low": 10, "high": 10}),
+    ],
+)
+def test_a_threshold_is_where_the_curve_stays(curve, expected):
+    # 1.64 standard errors of 1,000 examples: guessing counts as up to 52.6 %, full from 88.4 %
+    assert thresholds(curve, guess=0.5, full=0.9, examples=1000) == expected
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_a_flag_reaches_every_stage_or_is_refused(name):
+    for stage in declared(name, "--model.lr", "0.5", "--data.batch_size", "7").values():
+        assert at(stage.parsed(), "model.lr") == 0.5
+        assert at(stage.parsed(), "data.batch_size") == 7
+    with pytest.raises(ValueError, match=r"varies model\.method"):
+        declared(name, "--model.method", "full")
+
+
+def test_the_paper_s_settings():
+    """Batch 32, no warm-up, 3e-4 for BERT, 128 or 256 tokens; the budgets' ranks and widths."""
+    from recipes.apet.cells import GRID
+
+    file = module_of("scales").EXPERIMENT.folder / f"{GRID}.yaml"
+    assert set(presets(file)) == {"paper", "small", "tiny"}
+    settings = grid(file, "paper")
+    assert settings["methods"]["lora"]["model.rank"] == 8
+    assert settings["methods"]["adapter"]["model.rank"] == 24
+    assert settings["methods"]["prompt"]["model.rank"] == 100
+    stage = declared("scales", "--preset", "paper", "--rows", "lora")[
+        "SST-2 BERT-base lora"
+    ].parsed()
+    assert at(stage, "model.lr") == 3e-4
+    assert at(stage, "model.warmup") == 0
+    assert at(stage, "data.batch_size") == 32
+    assert at(stage, "data.max_length") == 128
+    pair = declared("scales", "--preset", "paper", "--rows", "lora")["RTE BERT-base lora"].parsed()
+    assert at(pair, "data.max_length") == 256
