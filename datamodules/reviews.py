@@ -39,7 +39,7 @@ class ReviewData(SentenceData):
 
     def load(self, part: str) -> list[Example]:
         part = "test" if part == "predict" else part
-        folder = data_folder(self.root, self.name)
+        folder = data_folder(self.root, str(self.name))
         if self.name == "rotten_tomatoes":
             return [
                 Example(line.strip(), None, label)

@@ -67,7 +67,7 @@ class TunedLinear(Tuned):
         weight: Any = self._parameters["weight"]
         values = self._parameters.get("apet_add_weight")
         index = self._buffers.get("apet_index_weight")
-        bias = self._parameters.get("apet_bias")
+        bias: Tensor | None = self._parameters.get("apet_bias")
         if bias is None and self._parameters.get("bias") is not None:
             bias = self.tuned("bias")
         bias = None if bias is None else bias.to(x.dtype)

@@ -40,7 +40,7 @@ class LabelWordTuning(TextTuning):
         """
         h: Any = self.hparams
         if h.label_tokens is None:
-            data = getattr(self._trainer, "datamodule", None)
+            data: Any = getattr(self._trainer, "datamodule", None)
             if getattr(data, "label_words", None) is None:
                 raise ValueError(
                     "LabelWordTuning needs a word for each class, and the data has none: set "

@@ -65,9 +65,9 @@ def measure_thresholds(m: Measuring) -> Iterator[Row]:
     yield Row(row=row, set=name, metric="guessing", value=guess["score"])
     yield Row(row=row, set=name, metric="full", value=full["score"])
     found = thresholds(curve, guess["score"], full["score"], int(full["scored"]))
-    for metric, count in found.items():
-        if count is not None:
-            yield Row(row=row, set=name, metric=metric, value=math.log10(count))
+    for metric, enough in found.items():
+        if enough is not None:
+            yield Row(row=row, set=name, metric=metric, value=math.log10(enough))
 
 
 def thresholds(

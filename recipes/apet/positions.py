@@ -63,7 +63,7 @@ def budget_of(run: Run, grid: dict[str, Any], model: str, method: str) -> int:
     """How many parameters a usual tuning method has in a model."""
     entry = grid["models"][model]
     parsed = run.parsed(entry["config"], entry["settings"]).model
-    arguments = {"num_classes": 2, "pretrained": False, "adapter_only": False}
+    arguments: dict[str, Any] = {"num_classes": 2, "pretrained": False, "adapter_only": False}
     if entry["config"] == "decoder":
         arguments["label_tokens"] = [0, 1]
     module = type_of(parsed)(**{**parsed.init_args.as_dict(), **arguments})
