@@ -325,7 +325,7 @@ def _end(module: nn.Module, path: str, dim: int) -> str:
     child = module.get_submodule(path)
     if type(child) is not nn.Sequential:
         return path
-    return f"{path}.{0 if dim else len(child) - 1}"
+    return f"{path}.{list(child._modules)[0 if dim else -1]}"
 
 
 def _width(name: str, module: nn.Module, path: str, dim: int) -> int:

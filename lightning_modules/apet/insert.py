@@ -197,9 +197,11 @@ def merge(model: nn.Module) -> nn.Module:
         for name in type(module).apet_names:  # type: ignore[attr-defined]
             merged[module._parameters[name]] = module.tuned(name)
         if isinstance(module, TunedLinear) and "apet_w4" in module._parameters:
-            w3, w4 = module.terms()
-            delta = module.apet_scale * (w3.T @ w4 if isinstance(module, Conv1D) else w4.T @ w3)
             whole = module.tuned("weight")
+            w3, w4 = (
+                term.to(torch.promote_types(term.dtype, whole.dtype)) for term in module.terms()
+            )
+            delta = module.apet_scale * (w3.T @ w4 if isinstance(module, Conv1D) else w4.T @ w3)
             merged[module._parameters["weight"]] = (whole.to(delta.dtype) + delta).to(whole.dtype)
     for parameter, total in merged.items():
         parameter.copy_(total)

@@ -115,7 +115,8 @@ class TunedEmbedding(Tuned):
         at_row = torch.searchsorted(rows, row).clamp(max=len(rows) - 1)
         read = rows[at_row] == row
         where = (at_row[read], column[read])
-        read_rows = table[rows].to(values.dtype).index_put(where, values[read], accumulate=True)
+        kind = torch.promote_types(table.dtype, values.dtype)
+        read_rows = table[rows].to(kind).index_put(where, values[read].to(kind), accumulate=True)
         return F.embedding(place, read_rows.to(table.dtype))
 
 
@@ -175,7 +176,8 @@ def added(base: Tensor, values: Tensor, index: Tensor) -> Tensor:
     """A copy of a parameter with values added at flat indices, summed in at least float32."""
     full = base.clone(memory_format=torch.contiguous_format)
     flat = full.view(-1)
-    flat[index] = (flat[index].to(values.dtype) + values).to(base.dtype)
+    kind = torch.promote_types(base.dtype, values.dtype)
+    flat[index] = (flat[index].to(kind) + values).to(base.dtype)
     return full
 
 

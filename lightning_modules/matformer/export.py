@@ -218,7 +218,7 @@ def _save_transformers(
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
-    distinct = {}
+    distinct: dict[str, torch.Tensor] = {}
     for key, value in small.state_dict().items():
         tied = any(value.data_ptr() == v.data_ptr() and value.numel() for v in distinct.values())
         if not tied:  # the first name; the loader's model ties the others itself

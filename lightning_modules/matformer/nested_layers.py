@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from lightning_modules.layout_table import class_path
 from lightning_modules.layouts import Cut
 
 
@@ -154,8 +155,8 @@ def refuse_unknown(name: str, layer: nn.Module) -> None:
     if type(layer) not in NESTED:
         known = ", ".join(kind.__name__ for kind in (nn.Linear, Conv1D, nn.LayerNorm))
         raise ValueError(
-            f"{name} is a {type(layer).__name__}, and only {known} can be nested: nest the model "
-            "before it is adapted, or merge the adaptation first"
+            f"{name} is a {class_path(type(layer))}, and only {known} can be nested: nest the "
+            "model before it is adapted, or merge the adaptation first"
         )
 
 

@@ -230,7 +230,7 @@ def test_bad_nesting():
         nest(nest(small_vit()))
     with pytest.raises(ValueError, match="is not nested"):
         extract(small_vit(), "S")
-    with pytest.raises(ValueError, match=r"norm: a BatchNorm1d|norm is a BatchNorm1d"):
+    with pytest.raises(ValueError, match=r"norm is a torch.*BatchNorm1d, and only"):
         nest(nn.Sequential(Mlp(8, 16, norm_layer=nn.BatchNorm1d)))
 
 
