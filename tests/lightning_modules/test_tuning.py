@@ -17,7 +17,7 @@ from transformers import (
 from lightning_modules.tuning import Tuning, trainable, tune
 
 METHODS = Tuning.__args__
-ADDING = ("lora", "lora_fa", "adapter_h", "adapter_l", "adapter_p", "adapter_d")
+ADDING = ("lora", "lora_fa", "randlora", "adapter_h", "adapter_l", "adapter_p", "adapter_d")
 TARGETS = {"bert": ["query", "value"], "gpt2": ["c_attn"], "vit": ["qkv"]}
 
 
@@ -106,6 +106,18 @@ def test_counts_of_roberta_base(method, expected):
     tune(model, method, ["classifier"], R, ["query", "value"])
     assert sum(p.numel() for p in trainable(model).values()) == expected + HEAD
     assert tune(roberta_base(), "full") and whole > expected
+
+
+def test_vblora_mixes_its_factors_of_one_bank():
+    """2 (rank) · 16/8 (pieces) · 2 (factors) · 6 (logits) a layer, and the bank once."""
+    model, inputs = bert()
+    tune(model, "vblora", ["classifier"], 2, ["query", "value"], vectors=6, vector_length=8)
+    parameters = trainable(model)
+    head = sum(p.numel() for p in model.classifier.parameters())
+    assert sum(p.numel() for p in parameters.values()) == 8 * (2 * 2 * 2 * 6) + 6 * 8 + head
+    assert len([name for name in parameters if "vector_bank" in name]) == 1
+    logits(model.train(), inputs).square().sum().backward()
+    assert all(p.grad is not None for p in parameters.values())
 
 
 def test_full_trains_everything():
