@@ -7,7 +7,12 @@ from recipes.cli import main
 from recipes.messages import console
 
 # verb → the module whose main has the arguments behind it; with -c, predict is Lightning's
-VERBS = {"claims": "recipes.ledger", "plan": "recipes.plan", "predict": "recipes.predict"}
+VERBS = {
+    "claims": "recipes.ledger",
+    "export": "recipes.export",
+    "plan": "recipes.plan",
+    "predict": "recipes.predict",
+}
 
 
 def dispatch() -> None:

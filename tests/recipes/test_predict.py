@@ -3,7 +3,9 @@
 import io
 import json
 import math
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,12 +13,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import transformers
 from PIL import Image
 
 from datamodules.image_folders import ImageFolderData
 from lightning_modules.matformer import MatViT, extract
 from recipes import cli
 from recipes.__main__ import dispatch
+from recipes.export import main as export
 from recipes.predict import Predictor, main, number
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -144,6 +148,74 @@ class TestImages:
             main(["--ckpt_path", checkpoint, "x.png", "--top_k", "0"])
 
 
+CLEAN = """
+import sys, json
+import numpy, torch
+from PIL import Image
+sys.path = [place for place in sys.path if place not in ("", {root!r})]
+{cure}
+{lines}
+picture = torch.from_numpy(numpy.load({picture!r}))
+with torch.no_grad():
+    numpy.save({answer!r}, model(picture).softmax(-1).numpy())
+config = json.load(open(folder + "/config.json"))
+settings = config["pretrained_cfg"]
+print(config["label_names"], settings["mean"], settings["input_size"])
+"""
+CURE = (Path(__file__).resolve().parents[2] / "cpu_torchvision.py").read_text()
+
+
+class TestExport:
+    @pytest.mark.parametrize("flags", [["--granularity", "S"], ["--max_params", "MIXED"], []])
+    def test_a_clean_process_loads_it_and_gives_equal_outputs(self, pictures, tmp_path, flags):
+        checkpoint = pictures / "run" / "last.ckpt"
+        module = MatViT.load_from_checkpoint(checkpoint)
+        sizes = [sum(p.numel() for p in extract(module.model, n).parameters()) for n in ("L", "XL")]
+        flags = [str(sum(sizes) // 2) if one == "MIXED" else one for one in flags]
+        out = tmp_path / "exported"
+        export([str(checkpoint), str(out), *flags])
+        options = {"granularity": "S"} if "S" in flags else {}
+        if "--max_params" in flags:
+            options = {"max_params": float(flags[1])}
+            assert (out / "load.py").is_file()
+        predictor = Predictor(checkpoint, device="cpu", top_k=3, **options)
+        [prediction] = predictor([picture("red", 7)])
+        fixed, to_tensor = ImageFolderData(
+            root="", image_size=16, mean=(0.4, 0.4, 0.3)
+        ).eval_transform()
+        np.save(tmp_path / "x.npy", to_tensor(fixed(picture("red", 7)))[None].numpy())
+        lines = (out / "README.md").read_text().split("```python\n")[1].split("```")[0]
+        code = CLEAN.format(
+            root=str(RECIPES.parent), cure=CURE, lines=lines,
+            picture=str(tmp_path / "x.npy"), answer=str(tmp_path / "y.npy"),
+        )  # fmt: skip
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        said = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=out, env=environment, capture_output=True, text=True,
+        )  # fmt: skip
+        assert said.returncode == 0, said.stderr
+        shares = dict(zip(("blue", "green", "red"), np.load(tmp_path / "y.npy")[0], strict=True))
+        assert dict(prediction.top) == pytest.approx(shares, abs=1e-6)
+        assert "['blue', 'green', 'red'] [0.4, 0.4, 0.3] [3, 16, 16]" in said.stdout
+        assert all(file.stat().st_mode & 0o044 for file in out.iterdir())
+
+    def test_onnx_of_a_size(self, pictures, tmp_path):
+        checkpoint = str(pictures / "run" / "last.ckpt")
+        export([checkpoint, str(tmp_path / "s.onnx"), "--to", "onnx", "--granularity", "S"])
+        assert (tmp_path / "s.onnx").stat().st_size > 1000  # to_onnx compares with the model
+
+    def test_what_cannot_be_written_is_said(self, pictures, reviews, tmp_path):
+        images, texts = (str(one / "run" / "last.ckpt") for one in (pictures, reviews))
+        for command, reason in (
+            ([images, str(tmp_path / "a"), "--to", "peft"], "has no VeRA adapter"),
+            ([texts, str(tmp_path / "a"), "--granularity", "S"], "no nested model"),
+            ([texts, str(tmp_path / "a.onnx"), "--to", "onnx"], "writes image models"),
+        ):
+            with pytest.raises(ValueError, match=reason):
+                export(command)
+
+
 WORDS = {"good": ["fine", "great", "lovely"], "poor": ["awful", "bad", "dreadful"]}
 
 
@@ -215,6 +287,21 @@ class TestSentences:
     def test_a_model_that_is_not_nested_has_no_granularity(self, reviews):
         with pytest.raises(ValueError, match="no nested model"):
             Predictor(reviews / "run" / "last.ckpt", granularity="S")
+
+
+def test_a_text_classifier_is_a_transformers_folder(reviews, tmp_path):
+    export([str(reviews / "run" / "last.ckpt"), str(tmp_path)])
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    texts = ["a lovely film", "bad"]
+    words = tokenizer(texts, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        shares = model(**words).logits.softmax(-1).max(-1)
+    predictions = Predictor(reviews / "run" / "last.ckpt", device="cpu")(texts)
+    assert [model.config.id2label[i] for i in shares.indices.tolist()] == [
+        one.label for one in predictions
+    ]
+    assert shares.values.tolist() == pytest.approx([one.probability for one in predictions])
 
 
 def test_a_language_model_writes_text(tmp_path):
