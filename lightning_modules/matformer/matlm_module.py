@@ -1,6 +1,7 @@
 """Training an elastic language model (MatLM)."""
 
 import json
+from functools import partial
 from typing import Any, Literal
 
 import lightning as L
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_modules.backbones import build_text, shard
-from lightning_modules.matformer.consistency import SubmodelMetrics
+from lightning_modules.matformer.consistency import SubmodelMetrics, score_tokens
 from lightning_modules.matformer.idle_tail import freeze_idle_tail
 from lightning_modules.matformer.joint import joint_losses
 from lightning_modules.matformer.nest import nest, nesting_of, set_granularity
@@ -22,9 +23,6 @@ from lightning_modules.optim import (
     with_schedule,
 )
 from lightning_modules.weights import load_weights, refuse_another_model
-
-SCORED = 2**26  # logits that are scored at a time, so that a vocabulary of 256,000 fits
-
 
 class MatLM(L.LightningModule):
     """A nested decoder of transformers; with `fractions: null`, the plain model beside it.
@@ -209,19 +207,15 @@ class MatLM(L.LightningModule):
 
     def _score(self, batch: dict[str, Tensor]) -> None:
         assert self.metrics is not None
-        rows = max(1, SCORED // (batch["input_ids"].shape[1] * self.model.config.vocab_size))
-        for ids, labels in zip(
-            batch["input_ids"].split(rows), batch["labels"].split(rows), strict=True
-        ):
-            reference = None
-            for label, chosen in self.submodels.items():
-                if chosen is not None:
-                    set_granularity(self.model, chosen)
-                logits = self(ids)[:, :-1].flatten(0, 1)
-                reference = logits if reference is None else reference
-                self.metrics.update(label, logits, labels[:, 1:].flatten(), reference)
+        models = {label: partial(self._logits, chosen) for label, chosen in self.submodels.items()}
+        score_tokens(self.metrics, models, batch, self.model.config.vocab_size)
         if self.settings.fractions is not None:
             set_granularity(self.model, nesting_of(self.model).names[-1])
+
+    def _logits(self, chosen: list[int] | None, ids: Tensor) -> Tensor:
+        if chosen is not None:
+            set_granularity(self.model, chosen)
+        return self(ids)
 
     def on_validation_epoch_end(self) -> None:
         """Report `val/loss_XL`, `val/perplexity_XL`, …, and `val/loss`, the largest one's."""

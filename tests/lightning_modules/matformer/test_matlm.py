@@ -20,7 +20,7 @@ from callbacks.granularity import GranularitySampling
 from datamodules.corpus import BYTES, CorpusData
 from lightning_modules.backbones import build_text
 from lightning_modules.counting import count_non_embedding
-from lightning_modules.matformer import matlm_module
+from lightning_modules.matformer import consistency
 from lightning_modules.matformer.matlm_module import MatLM
 from lightning_modules.matformer.nest import extract, nest, set_granularity
 
@@ -148,7 +148,7 @@ def test_a_run_with_a_teacher_keeps_it_out_of_the_checkpoint(tmp_path, texts):
 
 @pytest.mark.parametrize("scored", [2**26, 1])
 def test_validation_is_token_by_token_over_the_whole_text(texts, tmp_path, scored, monkeypatch):
-    monkeypatch.setattr(matlm_module, "SCORED", scored)
+    monkeypatch.setattr(consistency, "SCORED", scored)
     lm = module(eval_granularities=[[0, 3]])
     data = corpus(texts)
     logged = L.Trainer(
