@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import MeanMetric
 
-
 SCORED = 2**26  # logits that are scored at a time
 
 

@@ -4,7 +4,6 @@ import json
 from functools import partial
 from typing import Any, Literal
 
-import lightning as L
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -13,23 +12,25 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_modules.backbones import build_text, shard
 from lightning_modules.matformer.consistency import SubmodelMetrics, score_tokens
+from lightning_modules.matformer.elastic_module import ElasticModule
 from lightning_modules.matformer.idle_tail import freeze_idle_tail
-from lightning_modules.matformer.joint import joint_losses
-from lightning_modules.matformer.nest import nest, nesting_of, set_granularity
+from lightning_modules.matformer.nest import nest
 from lightning_modules.optim import (
     build_optimizer,
     parameter_groups,
     training_steps,
     with_schedule,
 )
-from lightning_modules.weights import load_weights, refuse_another_model
+from lightning_modules.weights import load_weights
 
-class MatLM(L.LightningModule):
+
+class MatLM(ElasticModule):
     """A nested decoder of transformers; with `fractions: null`, the plain model beside it.
 
     One step minimises the next-token loss of the granularity that is set (MatFormer, arXiv
-    2310.07707, Eq. 2). The callback GranularitySampling sets it; without that callback and without
-    `joint`, the largest is trained. With `distill` = λ the loss is
+    2310.07707, Eq. 2). The callback GranularitySampling sets it: it comes with the module, and one
+    in trainer.callbacks, with other probabilities for example, takes its place. With `distill` = λ
+    the loss is
 
         (1 - λ) · cross-entropy + λ · KL(teacher ‖ submodel)
 
@@ -46,7 +47,7 @@ class MatLM(L.LightningModule):
         config: the whole configuration, as the checkpoint keeps it; made of the two above if null.
         fractions: share of the hidden neurons ("ffn"), groups of heads ("heads") or blocks
             ("depth") at each granularity; null for a plain model.
-        joint: null trains the granularity that is set. "mean" or "sum" puts every batch through
+        joint: null trains the granularity that is drawn. "mean" or "sum" puts every batch through
             all granularities and takes the mean or sum of their losses.
         split_batch: with `joint`, cut the batch into one piece for each granularity instead of
             giving all of it to each (DynaBERT's training as Appendix B.4 describes it).
@@ -85,24 +86,13 @@ class MatLM(L.LightningModule):
         schedule: str = "cosine",
         schedule_args: dict[str, Any] | None = None,
     ):
-        super().__init__()
-        if split_batch and joint is None:
-            raise ValueError("split_batch needs joint: 'mean' or 'sum'; there is nothing to split")
-        if joint is not None and fractions is None:
-            raise ValueError(f"joint: {joint} needs fractions; a plain model has one granularity")
+        super().__init__(fractions, joint, split_batch)
         if not 0 <= distill <= 1:
             raise ValueError(f"distill is {distill}, expected a share of the loss from 0 to 1")
         # where a run began is not what it is: loading it again must not download or need old files
         self.save_hyperparameters(ignore=["init_from", "pretrained", "teacher_from"])
         self.init_from, self.pretrained, self.teacher_from = init_from, pretrained, teacher_from
-        self.model: Any = None
         self.teacher: Any = None
-        self.metrics: SubmodelMetrics | None = None
-
-    @property
-    def settings(self) -> Any:
-        """The arguments of __init__."""
-        return self.hparams
 
     def configure_model(self) -> None:
         """Build the model once, on the process's device, and shard it where the strategy asks."""
@@ -140,48 +130,21 @@ class MatLM(L.LightningModule):
         h = self.settings
         return build_text(self.teacher_from or h.architecture, "causal", h.model_args or {}, True)
 
-    @property
-    def submodels(self) -> dict[str, list[int] | None]:
-        """What validation scores, by label; the largest comes first and is the reference."""
-        if self.settings.fractions is None:
-            return {"all": None}
-        nesting = nesting_of(self.model)
-        uniform = [nesting.resolve(name) for name in reversed(nesting.names)]
-        extra = [nesting.resolve(mix) for mix in self.settings.eval_granularities or []]
-        return {nesting.label(chosen): chosen for chosen in uniform + extra}
-
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits (B, L, V) of the granularity that is set, for tokens (B, L)."""
         return self.model(input_ids, use_cache=False).logits
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Eq. 2 for the granularity that is set, or all granularities jointly."""
-        ids, labels = batch["input_ids"], batch["labels"]
-        if self.settings.joint is None:
-            loss = self._loss(ids, labels)
-        else:
-            loss = self._joint_loss(ids, labels)
+        loss = self.training_loss(batch["input_ids"], batch["labels"])
         self.log("train/loss", loss, prog_bar=True)
         return loss
 
-    def _joint_loss(self, ids: Tensor, labels: Tensor) -> Tensor:
-        count = len(nesting_of(self.model).names)
-        pieces = [(ids, labels)] * count
-        if self.settings.split_batch:
-            if len(ids) < count:
-                raise ValueError(
-                    f"a batch of {len(ids)} cannot be split over {count} granularities: "
-                    f"set data.batch_size to at least {count}"
-                )
-            # not chunk, which may return fewer pieces than it is asked for
-            pieces = list(zip(ids.tensor_split(count), labels.tensor_split(count), strict=True))
-        total = torch.stack(joint_losses(self.model, lambda i: self._loss(*pieces[i]))).sum()
-        return total / count if self.settings.joint == "mean" else total
-
-    def _loss(self, ids: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Of labels (B, L) after tokens (B, L), at the granularity that is set."""
         share = self.settings.distill
-        logits = self(ids)[:, :-1].flatten(0, 1).float()
-        targets = labels[:, 1:].flatten()
+        logits = self(inputs)[:, :-1].flatten(0, 1).float()
+        targets = targets[:, 1:].flatten()
         loss = F.cross_entropy(logits, targets)
         if not share:
             return loss
@@ -191,51 +154,25 @@ class MatLM(L.LightningModule):
                 "trainer.callbacks, or set model.distill to 0"
             )
         with torch.no_grad():
-            taught = self.teacher(ids, use_cache=False).logits[:, :-1].flatten(0, 1).float()
+            taught = self.teacher(inputs, use_cache=False).logits[:, :-1].flatten(0, 1).float()
         divergence = F.kl_div(
             logits.log_softmax(-1), taught.log_softmax(-1), reduction="none", log_target=True
         ).sum(-1)
         return (1 - share) * loss + share * divergence[targets != -100].mean()
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Score every submodel on the same tokens."""
-        self._score(batch)
-
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Score every submodel on the same tokens."""
-        self._score(batch)
-
-    def _score(self, batch: dict[str, Tensor]) -> None:
+    def score(self, batch: dict[str, Tensor]) -> None:
+        """Add a batch to the metrics of every submodel."""
         assert self.metrics is not None
-        models = {label: partial(self._logits, chosen) for label, chosen in self.submodels.items()}
+        models = {label: partial(self.submodel, chosen) for label, chosen in self.submodels.items()}
         score_tokens(self.metrics, models, batch, self.model.config.vocab_size)
-        if self.settings.fractions is not None:
-            set_granularity(self.model, nesting_of(self.model).names[-1])
 
-    def _logits(self, chosen: list[int] | None, ids: Tensor) -> Tensor:
-        if chosen is not None:
-            set_granularity(self.model, chosen)
-        return self(ids)
-
-    def on_validation_epoch_end(self) -> None:
-        """Report `val/loss_XL`, `val/perplexity_XL`, …, and `val/loss`, the largest one's."""
-        self._report("val")
-
-    def on_test_epoch_end(self) -> None:
-        """Report `test/loss_XL` and the rest."""
-        self._report("test")
-
-    def _report(self, stage: str) -> None:
-        assert self.metrics is not None
-        for place, (label, values) in enumerate(self.metrics.compute().items()):
-            suffix = "" if label == "all" else f"_{label}"
-            values["perplexity"] = values["loss"].exp()
-            if suffix and place == 0:  # the same name for any granularities, to be monitored
-                self.log(f"{stage}/loss", values["loss"])
-            for name, value in values.items():
-                shown = name == "loss" and "*" not in label
-                self.log(f"{stage}/{name}{suffix}", value, prog_bar=shown)
-        self.metrics.reset()
+    def averages(self) -> dict[str, dict[str, Tensor]]:
+        """Those of every method, and perplexity."""
+        averages = super().averages()
+        return {
+            label: {**values, "perplexity": values["loss"].exp()}
+            for label, values in averages.items()
+        }
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer over everything, with its schedule and the policy for idle slices."""
@@ -244,7 +181,7 @@ class MatLM(L.LightningModule):
         embeddings = [f"{name}.weight" for name, m in modules if isinstance(m, nn.Embedding)]
         groups = parameter_groups(self.model, h.weight_decay, never=embeddings)
         optimizer = build_optimizer("adamw", groups, h.lr, tuple(h.betas))
-        if h.fractions is not None and h.idle_tail == "frozen":
+        if h.fractions is not None and h.joint is None and h.idle_tail == "frozen":
             freeze_idle_tail(optimizer, self.model)
         total = training_steps(self.trainer)
         return with_schedule(optimizer, h.schedule, h.warmup_steps, total, h.schedule_args)
@@ -258,12 +195,3 @@ class MatLM(L.LightningModule):
                 "eos_token": tokenizer.eos_token,
                 "pad_token": tokenizer.pad_token,
             }
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another model before its tensors are compared one by one.
-
-        Raises:
-            ValueError: naming what differs.
-        """
-        names = ("architecture", "model_args", "fractions")
-        refuse_another_model(checkpoint, self.hparams, names)

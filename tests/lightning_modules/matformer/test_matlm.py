@@ -96,7 +96,7 @@ def test_parameters_of_table_4(d, totals):
 def test_loss_is_transformers_own():
     plain, batch = module(fractions=None), tokens()
     expected = plain.model(**batch).loss
-    assert torch.allclose(plain._loss(batch["input_ids"], batch["labels"]), expected)
+    assert torch.allclose(plain.loss(batch["input_ids"], batch["labels"]), expected)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -110,7 +110,7 @@ def test_joint_loss_is_that_of_all_granularities(joint, split):
         rows = slice(index, index + 1) if split else slice(None)
         losses.append(lm.model(ids[rows], labels=labels[rows]).loss)
     expected = torch.stack(losses).sum() / (4 if joint == "mean" else 1)
-    assert torch.allclose(lm._joint_loss(ids, labels), expected)
+    assert torch.allclose(lm.training_loss(ids, labels), expected)
 
 
 def test_distillation_pulls_towards_the_teacher(tmp_path, texts):
@@ -126,7 +126,7 @@ def test_distillation_pulls_towards_the_teacher(tmp_path, texts):
     p = lm.teacher(ids).logits[:, :-1].flatten(0, 1).log_softmax(-1)[targets != -100]
     divergence = (p.exp() * (p - q)).sum(-1).mean()
     loss = 0.7 * F.nll_loss(q, targets[targets != -100]) + 0.3 * divergence
-    assert torch.allclose(lm._loss(ids, batch["labels"]), loss)
+    assert torch.allclose(lm.loss(ids, batch["labels"]), loss)
     assert divergence > 1e-6
 
 
