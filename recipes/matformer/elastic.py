@@ -34,7 +34,7 @@ from recipes.experiment import Experiment, Measuring, Run
 from recipes.matformer.language import device, load, plain, rows_of, score, sizes, submodels
 from recipes.matformer.submodels import ladder
 from recipes.messages import console
-from recipes.results import Row, select
+from recipes.results import Row, provenance, select
 from recipes.runner import run_experiment
 from recipes.tables import Column, tabulate
 
@@ -139,7 +139,7 @@ def prepare(m: Measuring) -> Iterator[Row]:
         model = build_text(m.settings["architecture"], "causal", {}, pretrained=True)
     model = model.to(device()).eval()
     _save(model, data.tokenizer, m.folder / "original")
-    samples = data.samples("train")
+    samples: Any = data.samples("train")
     ids = (samples[index]["input_ids"] for index in range(min(m.settings["batches"], len(samples))))
     batches = ({"input_ids": row[None].to(device())} for row in ids)
     reorder(model, importance(model, batches, m.settings["parts"]))
@@ -158,7 +158,7 @@ def measure_untrained(m: Measuring) -> Iterator[Row]:
     data = m.datamodule(name)
     for row, folder in {"as it stands": "original", "sorted, untrained": "sorted"}.items():
         path = str(m.stages["prepared"].folder / folder)
-        model = build_text(path, "causal", {}, pretrained=True).to(device()).eval()
+        model: Any = build_text(path, "causal", {}, pretrained=True).to(device()).eval()
         if folder == "original":
             scores = score({"XL": plain(model)}, data.val_dataloader(), model.config.vocab_size)
             yield from rows_of("untouched", scores, {"XL": sizes(model, None)})
@@ -175,13 +175,14 @@ def measure_sizes(m: Measuring) -> Iterator[Row]:
     vocabulary = model.config.vocab_size
     if stage.settings.model.init_args.fractions is None:
         scores = score({"XL": plain(model)}, data.val_dataloader(), vocabulary)
-        speed = {"tokens a second": tokens_a_second(model, data, m.settings["timed"])}
-        yield from rows_of(row, scores, {"XL": {**sizes(model, None), **speed}})
+        cost = {"tokens a second": tokens_a_second(model, data, m.settings["timed"])}
+        yield from rows_of(row, scores, {"XL": {**sizes(model, None), **cost}})
         return
     nesting = nesting_of(model)
     chosen = {nesting.label(mix): mix for mix in ladder(model, BETWEEN)[::-1]}
     scores = score(submodels(model, chosen.values()), data.val_dataloader(), vocabulary)
-    costs, slices = {}, []
+    costs: dict[str, dict[str, float]] = {}
+    slices = []
     for label, mix in track(chosen.items(), description=f"sizes of {row}", transient=True):
         small = extract(model, mix)
         speed = tokens_a_second(small, data, m.settings["timed"])
@@ -233,6 +234,8 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     )
     sized = lines[lines["row"] != "prepared"]
     return [
+        f"# {run.parsed('elastic').model.init_args.architecture} made elastic, preset {run.preset}",
+        provenance(run.command, table),
         "Perplexity of every token of the validation text, in disjoint windows. All rows saw the "
         "same number of tokens. Labels with `*` are Mix'n'Match sizes. Widths by layer with their "
         f"scores are in slices.json of each row's folder, S, M, L and XL as transformers folders "

@@ -32,7 +32,7 @@ from recipes.matformer.language import device, load, plain, rows_of, score, size
 from recipes.matformer.scaling import fit_report
 from recipes.matformer.submodels import ladder
 from recipes.messages import console
-from recipes.results import Row, select
+from recipes.results import Row, provenance, select
 from recipes.runner import run_experiment
 from recipes.tables import Column, tabulate
 
@@ -68,8 +68,8 @@ def _claim(name: str, sentence: str, where: str, number: str, *tests: Comparison
 
 
 def _loss(a: tuple[str, str], b: tuple[str, str], threshold: float = 0.0) -> Comparison:
-    sides = ({"row": row, "set": size} for row, size in (a, b))
-    return Comparison("loss", *sides, threshold, digits=3)
+    first, second = ({"row": row, "set": size} for row, size in (a, b))
+    return Comparison("loss", first, second, threshold, digits=3)
 
 
 def _mean(a: str, b: str, metric: str = "loss", where: Any = None) -> Comparison:
@@ -338,7 +338,7 @@ def measure_orders(m: Measuring) -> Iterator[Row]:
         raised = round(layers * share)
         mix = [level] * (layers - raised) + [level + 1] * raised
         budget = sum(widths[index] for index in mix)
-        chosen = {order: arrange(mix, order) for order in ORDERS}
+        chosen: dict[str, list[int]] = {order: arrange(mix, order) for order in ORDERS}
         chosen["steep"] = steep(widths, layers, budget)
         chosen["search"] = evolve(predictor, [widths] * layers, budget, seed=m.seed)
         configurations = {tuple(one): None for one in ([largest, *chosen.values()])}
@@ -362,6 +362,8 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     main = select(table, {"metric": [*METRICS, "non_embedding"]})
     main = main[~main["set"].str.contains(" d")]
     paragraphs = [
+        f"# MatLM, preset {run.preset}",
+        provenance(run.command, table),
         "Validation loss in nats a token, every token of the text scored once. Labels with `*` are "
         "Mix'n'Match sizes: `M*3+L*3` is three layers of M, then three of L. Nested trainings saw "
         "4X tokens, each independent model X; the joint training makes a quarter of the updates "
