@@ -11,6 +11,7 @@ from recipes.messages import console
 VERBS = {
     "claims": "recipes.ledger",
     "export": "recipes.export",
+    "generate": "recipes.generate",
     "plan": "recipes.plan",
     "predict": "recipes.predict",
 }

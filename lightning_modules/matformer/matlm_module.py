@@ -188,7 +188,7 @@ class MatLM(ElasticModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the tokenizer, so that the checkpoint can write text by itself."""
-        tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
+        tokenizer: Any = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
         if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
             checkpoint["tokenizer"] = {
                 "json": backend.to_str(),

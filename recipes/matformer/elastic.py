@@ -233,14 +233,16 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         ylabel="loss, nats a token",
     )
     sized = lines[lines["row"] != "prepared"]
+    cost = sized[sized["metric"] == "parameters"].groupby("set")["value"].mean()
+    largest_first = list(cost.sort_values(ascending=False).index)
     return [
-        f"# {run.parsed('elastic').model.init_args.architecture} made elastic, preset {run.preset}",
+        f"# A decoder made elastic, preset {run.preset}",
         provenance(run.command, table),
         "Perplexity of every token of the validation text, in disjoint windows. All rows saw the "
         "same number of tokens. Labels with `*` are Mix'n'Match sizes. Widths by layer with their "
         f"scores are in slices.json of each row's folder, S, M, L and XL as transformers folders "
         f"beside it ({run.out}/seed0/sizes of {trained or '…'}).",
-        tabulate(sized, None, columns, index="set").markdown(),
+        tabulate(sized, largest_first, columns, index="set").markdown(),
         "![loss against parameters](pareto.png)",
     ]
 
