@@ -356,6 +356,28 @@ def steep(widths: tuple[int, ...], layers: int, budget: int) -> list[int]:
     return [0] * (layers - raised) + [len(widths) - 1] * raised
 
 
+def _by_size(main: pd.DataFrame, titles: dict[str, str], run: Run) -> list[str]:
+    """A table for each metric, and a plot of the loss."""
+    paragraphs = []
+    for metric, title in METRICS.items():
+        scale = 100 if title.endswith("%") else 1
+        columns = [
+            Column(name, metric, {"row": row}, scale=scale, digits=1 if scale == 100 else 4)
+            for row, name in titles.items()
+        ]
+        paragraphs += [f"## {title}", tabulate(main, None, columns, index="set").markdown()]
+    plots.scatter(
+        main,
+        run.out / "loss.png",
+        "loss",
+        {"non_embedding": "parameters without embeddings"},
+        titles=titles,
+        joined=[row for row in titles if row != INDEPENDENT],
+        ylabel="validation loss, nats a token",
+    )
+    return [*paragraphs, "![loss against parameters](loss.png)"]
+
+
 def report(table: pd.DataFrame, run: Run) -> list[str]:
     """Losses by size, consistency, orders and the scaling law."""
     titles = {**NESTED, INDEPENDENT: INDEPENDENT, **{name: name for name in PROBABILITIES}}
@@ -369,24 +391,8 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         "4X tokens, each independent model X; the joint training makes a quarter of the updates "
         "with batches four times as large.",
     ]
-    shown = [row for row in titles if (main["row"] == row).any()]
-    for metric, title in METRICS.items():
-        scale = 100 if title.endswith("%") else 1
-        columns = [
-            Column(titles[row], metric, {"row": row}, scale=scale, digits=1 if scale == 100 else 4)
-            for row in shown
-        ]
-        paragraphs += [f"## {title}", tabulate(main, None, columns, index="set").markdown()]
-    plots.scatter(
-        main,
-        run.out / "loss.png",
-        "loss",
-        {"non_embedding": "parameters without embeddings"},
-        titles={row: titles[row] for row in shown},
-        joined=[row for row in shown if row != INDEPENDENT],
-        ylabel="validation loss, nats a token",
-    )
-    paragraphs.append("![loss against parameters](loss.png)")
+    if shown := [row for row in titles if (main["row"] == row).any()]:
+        paragraphs += _by_size(main, {row: titles[row] for row in shown}, run)
     if len(orders := select(table, {"metric": "loss at budget"})):
         names = [*ORDERS, "steep", "search"]
         columns = [Column(name, "loss at budget", {"row": name}, digits=4) for name in names]
