@@ -7,7 +7,9 @@ and jsonl files whose columns have names. prompted.py is for texts that a langua
 
 import functools
 import json
+import os
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -245,7 +247,8 @@ class TextData(SentenceData):
 
     The ending of a file's name says its format; see `tables.read_table`. Classes are the
     labels of the training file in order, of numbers if all are numbers and else of letters; a
-    label that appears elsewhere only is an error.
+    label that appears elsewhere only is an error. A file that is not there is looked for in the
+    folder RECIPES_DATA.
 
     Args:
         train: file to train on.
@@ -277,7 +280,10 @@ class TextData(SentenceData):
                 f"val_fraction is {val_fraction}, expected a share between 0 and 1, both excluded: "
                 "leave it at 0.1, or name a file in val."
             )
-        self.files = {"train": train, "val": val, "test": test}
+        self.files = {
+            part: name and _located(name)
+            for part, name in {"train": train, "val": val, "test": test}.items()
+        }
         self.text, self.pair, self.label = text, pair, label
         self.regress, self.val_fraction = regress, val_fraction
 
@@ -340,6 +346,12 @@ class TextData(SentenceData):
         if self.regress:
             return read_score(text, place)
         return read_class(text, self._classes, place)
+
+
+def _located(name: str) -> str:
+    """The file, or the one of that name in RECIPES_DATA if only that is there."""
+    below = Path(os.environ.get("RECIPES_DATA", "")) / name
+    return str(below) if not Path(name).is_file() and below.is_file() else name
 
 
 def _natural(labels: Iterable[str]) -> Callable[[str], Any]:

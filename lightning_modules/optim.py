@@ -1,7 +1,6 @@
 """Parameter groups and learning-rate schedules that several methods share."""
 
 import math
-from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -10,10 +9,7 @@ from transformers.optimization import get_scheduler
 
 
 def parameter_groups(
-    model: nn.Module,
-    weight_decay: float,
-    decay_vectors: bool = False,
-    never: Collection[str] = (),
+    model: nn.Module, weight_decay: float, decay_vectors: bool = False
 ) -> list[dict[str, Any]]:
     """Two groups: parameters that decay, and those that do not.
 
@@ -22,11 +18,10 @@ def parameter_groups(
             it has one (timm's do), counts as a vector.
         weight_decay: AdamW's decoupled decay, per unit of learning rate.
         decay_vectors: also decay biases, norms and other one-dimensional parameters.
-        never: names of further parameters that count as vectors.
     """
     decayed: list[nn.Parameter] = []
     kept: list[nn.Parameter] = []
-    never = {*never, *getattr(model, "no_weight_decay", set)()}
+    never: set[str] = getattr(model, "no_weight_decay", set)()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             spare = not decay_vectors and (parameter.ndim < 2 or name in never)
@@ -88,11 +83,7 @@ def training_steps(trainer: Any) -> int:
 
 
 def with_schedule(
-    optimizer: Optimizer,
-    schedule: str,
-    warmup_steps: float,
-    total_steps: int,
-    schedule_args: dict[str, Any] | None = None,
+    optimizer: Optimizer, schedule: str, warmup_steps: float, total_steps: int
 ) -> Any:
     """The optimizer with a learning rate that changes every step, as Lightning takes it.
 
@@ -102,10 +93,9 @@ def with_schedule(
             "constant_with_warmup", …
         warmup_steps: optimizer steps of linear warm-up from 0, or a share of all if below 1.
         total_steps: optimizer steps of the whole run.
-        schedule_args: further arguments of that schedule, such as {"min_lr_rate": 0.1}.
     """
     warmup = round(warmup_steps * total_steps if warmup_steps < 1 else warmup_steps)
-    scheduler = get_scheduler(schedule, optimizer, warmup, total_steps, schedule_args)
+    scheduler = get_scheduler(schedule, optimizer, warmup, total_steps)
     return {
         "optimizer": optimizer,
         "lr_scheduler": {"scheduler": scheduler, "interval": "step"},

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,112 +10,243 @@ import torch
 from PIL import Image
 from transformers import BertConfig, BertModel, BertTokenizer
 
-from lightning_modules.self_distillation import Adaptation
-from recipes.legacy import Experiment, presets, read_history
-from recipes.self_distillation import tables, theory
-from recipes.self_distillation.adaptation import divided, read_grid
-
-ROWS = {
-    "images": ["finetune", "mars", "further", "self_distillation", "rounds_2"],
-    "text": ["finetune", "self_distillation", "without_mae"],
-}
-ADAPTATIONS = {
-    "images": ["further", "distil", "distil_2"],
-    "text": ["further", "distil", "without_mae"],
-}
-METRIC = {"images": "accuracy", "text": "f1"}
+from lightning_modules.self_distillation import Adaptation, Finetuning, fingerprint
+from lightning_modules.weights import read_state_dict
+from recipes import cli
+from recipes.claims import judge
+from recipes.experiment import Stage
+from recipes.records import Finished, flattened
+from recipes.results import by_seed, read, select
+from recipes.runner import command_line
+from recipes.self_distillation import theory
 
 
-def main_of(name):
-    return importlib.import_module(f"recipes.self_distillation.{name}").main
+def experiment(name):
+    return importlib.import_module(f"recipes.self_distillation.{name}")
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_tiny_preset(name, tmp_path, monkeypatch):
-    command = [
-        "--out", str(tmp_path), "--rows", ",".join(ROWS[name]), "--trainer.max_steps=4",
-        "--trainer.val_check_interval=4",
-    ]  # fmt: skip
-    folder = main_of(name)(command).out
-    metrics = json.loads((folder / "metrics.json").read_text())
-    ((found,),) = (seed.values() for seed in metrics["seeds"])
-    assert list(found["rows"]) == ROWS[name]
-    for row in found["rows"].values():
-        assert 0 <= row["test"][METRIC[name]] <= 1
-        assert row["gap"] == pytest.approx(row["test"]["loss"] - row["train"]["loss"])
-        assert row["distance"] > 0 and row["seconds"]["fine-tuning"] > 0
-    # every student began with the original, whatever its teacher
-    assert list(found["adaptations"]) == ADAPTATIONS[name]
-    assert {one["start"] for one in found["adaptations"].values()} == {metrics["original"]}
-    assert len({one["distance"] for one in found["adaptations"].values()}) == 3
-    text = (folder / "report.md").read_text()
-    assert text.count("| yes |") == 3 and "| no |" not in text
-    assert metrics["provenance"] in text and "--rows" in metrics["provenance"]
-    assert ("new texts" in text) == (name == "text")
-    ((title, parts),) = found["data"]["splits"].items()
-    manifest = json.loads((folder / "seed0" / f"{title} split.json").read_text())
-    for part, short in parts.items():
-        assert short.items() <= manifest["parts"][part].items()
-        assert f"{short['examples']} · `{short['sha256'][:12]}`" in text
-    with Image.open(folder / "analyses.png") as plot:
-        assert min(plot.size) > 300
-
-    def fail(args):
-        raise AssertionError(f"a finished stage was trained again: {args}")
-
-    monkeypatch.setattr("recipes.legacy.run_stage", fail)
-    main_of(name)(command)
-    assert json.loads((folder / "metrics.json").read_text()) == metrics
+def declared(name, *arguments):
+    """The nodes of a command line, without running any."""
+    run = command_line(experiment(name).EXPERIMENT, list(arguments))
+    experiment(name).EXPERIMENT.declare(run)
+    return run
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_unknown_row(name, tmp_path):
-    with pytest.raises(ValueError, match="--rows has 'fine': expected some of finetune, recadam"):
-        main_of(name)(["--out", str(tmp_path), "--rows", "fine"])
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_grids_name_what_is_there(name):
-    folder = Path(theory.__file__).parent
-    known = presets(folder, f"{name}_grid")
-    assert {"tiny", "small", "own", "paper"} <= set(known)
-    for preset in known:
-        experiment = Experiment("sd", folder, preset, 1, Path("nowhere"))
-        grid = read_grid(experiment, name)
-        assert set(grid["metrics"]) == set(grid["sets"])
-        assert set(grid["default"] or []) <= set(grid["rows"])
-        used = {row["from"] for row in grid["rows"].values() if "from" in row}
-        taught = {one["teacher"] for one in grid["adaptations"].values() if "teacher" in one}
-        assert used | taught == set(grid["adaptations"])
-        for stage in ("adapt", "finetune"):
-            experiment.files(f"{name}_{stage}")
-
-
-def test_a_grid_lies_over_the_shared_one():
-    experiment = Experiment("sd", Path(theory.__file__).parent, "small_sizes", 1, Path("nowhere"))
-    grid, small = (
-        read_grid(replace(experiment, preset=preset), "images")
-        for preset in ("small_sizes", "small")
-    )
-    assert grid["adaptations"] == small["adaptations"]
-    assert small["adaptations"]["further_x2"] == {"times": 2, "trainer.val_check_interval": 800}
-    assert small["adaptations"]["distil"] == {"teacher": "further", "model.distil": "hidden"}
-    assert grid["pretrain"] == small["pretrain"] is not None
-    assert len(grid["sets"]) == 5 and len(small["sets"]) == 1
-    assert grid["default"] == ["finetune", "further", "self_distillation"] != small["default"]
-
-
-def test_arguments_of_some_stages_only():
-    command = "--data.root d --adapt.model.lr 1 --trainer.max_steps=2 --finetune.model.lr=3 --x -1"
-    assert divided(command.split()) == {
-        "every": ["--data.root", "d", "--trainer.max_steps=2", "--x", "-1"],
-        "adapt": ["--model.lr", "1"],
-        "finetune": ["--model.lr=3"],
+def stages(run):
+    """Every stage's settings, by name."""
+    return {
+        node.name: flattened(node.parsed().as_dict())
+        for node in run.nodes.values()
+        if isinstance(node, Stage)
     }
 
 
+# Table 9, and what the released code adds for images.
+TABLE_9 = {
+    "images": {
+        "adapt": {
+            "model.lr": 1.5e-4, "model.weight_decay": 0.01, "data.batch_size": 64,
+            "trainer.max_steps": 20000, "trainer.max_epochs": -1, "model.warmup": 0.0,
+            "model.betas": [0.9, 0.95], "model.mae_args.ratio": 0.75,
+            "model.mae_args.masking": "exact", "model.mae_args.norm_pix": True,
+            "model.reduction": "sum", "data.augmentation": "none", "data.image_size": 224,
+            "model.architecture": "facebook/vit-mae-base", "trainer.gradient_clip_val": None,
+        },
+        "finetune": {
+            "model.lr": 1e-4, "model.weight_decay": 0.01, "data.batch_size": 32,
+            "trainer.max_steps": 10000, "trainer.max_epochs": -1, "model.warmup": 500,
+            "trainer.gradient_clip_val": 1.0, "data.augmentation": "light",
+            "data.image_size": 224, "model.architecture": "vit_base_patch16_224.mae",
+        },
+    },
+    "text": {
+        "adapt": {
+            "model.lr": 1e-4, "model.weight_decay": 0.01, "data.batch_size": 128,
+            "trainer.max_epochs": 100, "trainer.max_steps": -1, "model.mae_args.ratio": 0.15,
+            "model.mae_args.as_mask": 0.8, "model.mae_args.as_random": 0.1,
+            "model.reduction": "sum", "model.architecture": "FacebookAI/roberta-base",
+        },
+        "finetune": {
+            "model.lr": 2e-5, "model.weight_decay": 0.01, "data.batch_size": 16,
+            "trainer.max_epochs": 10, "trainer.max_steps": -1,
+            "model.architecture": "FacebookAI/roberta-base",
+        },
+    },
+}  # fmt: skip
+# What a row changes of Table 9, besides where its weights come from.
+CHANGES = {
+    "further_x2": {"images": {"trainer.max_steps": 40000}, "text": {"trainer.max_epochs": 200}},
+    "supcon": {"images": {"model.lr": 1e-3}, "text": {"model.lr": 1e-3}},
+}
+
+
+@pytest.mark.parametrize("kind", TABLE_9)
+def test_the_paper_preset_is_table_9(kind):
+    """Every stage of every row, so that no baseline has another budget than the method."""
+    rows = "finetune,r3f,supcon,further,further_x2,self_distillation,match_all,mars"
+    run = declared(kind, "--preset", "paper", "--rows", rows)
+    names = stages(run)
+    sets = {"images": 6, "text": 4}[kind]
+    assert len(names) == sets * (8 + 5 + 4)  # fine-tunings, adaptations, MARS's candidates
+    for name, settings in names.items():
+        adapts = " adapt " in name
+        expected = dict(TABLE_9[kind]["adapt" if adapts else "finetune"])
+        row = next((row for row in CHANGES if name.endswith(row)), "")
+        if bool(row) and (row == "further_x2") == adapts:
+            expected |= CHANGES[row][kind]
+        assert {key: settings[key] for key in expected} == expected, name
+        match = settings.get("model.match")
+        default = {"images": "cls", "text": "all"}[kind]
+        assert match == (("all" if "match_all" in name else default) if adapts else None)
+        distils = name.endswith(("adapt distil", "adapt match_all"))
+        assert settings.get("model.distil") == ("hidden" if distils else None)
+        if distils:
+            assert settings["model.teacher_from"].endswith("adapt further/checkpoints/last.ckpt")
+        if adapts:  # every student begins with the original
+            assert settings["model.init_from"].endswith("seed0/original/original.ckpt")
+        if "trial" in name:
+            assert settings["trainer.limit_val_batches"] == 1.0
+        if name.endswith(" r3f"):
+            assert settings["model.method_args.noise"] == "normal"
+
+
+def test_figures_1_and_3():
+    steps = stages(declared("images", "--preset", "steps"))
+    lengths = {
+        name: settings["trainer.max_steps"] for name, settings in steps.items() if " adapt " in name
+    }
+    assert sorted(set(lengths.values())) == [5000, 10000, 20000, 40000, 60000]
+    assert all(name.endswith(f" {length} steps") for name, length in lengths.items())
+    assert len(lengths) == 2 * 5 and "CUB without adaptation" in steps
+    grid = declared("images", "--preset", "sizes", "--rows", "finetune").grid(
+        "shared_grid", "images_grid"
+    )
+    per_class = [one["data.per_class"] for one in grid["sets"].values()]
+    assert [100 * (one or 500) for one in per_class] == [
+        1000, 2500, 5000, 10000, 20000, 30000, 40000, 50000
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["images", "text"])
+def test_a_flag_reaches_its_stages_or_is_refused(kind, capsys):
+    rows = ["--rows", "finetune,self_distillation"]
+    given = ["--adapt.model.lr", "0.5", "--finetune.model.lr=0.25", "--model.weight_decay=0.125"]
+    for name, settings in stages(declared(kind, *rows, *given)).items():
+        adapts = name == "original" or " adapt " in name
+        assert settings["model.lr"] == (0.5 if adapts else 0.25), name
+        assert settings["model.weight_decay"] == 0.125
+    with pytest.raises(ValueError, match="varies model.distil; choose rows with --rows"):
+        declared(kind, *rows, "--adapt.model.distil", "l2").check()
+    with pytest.raises(ValueError, match="each stage's own: give --init_from FILE"):
+        declared(kind, "--model.init_from", "x.ckpt")
+    with pytest.raises(ValueError, match="--rows has 'fine': expected some of scratch, finetune"):
+        declared(kind, "--rows", "fine")
+    with pytest.raises(SystemExit):
+        command_line(experiment(kind).EXPERIMENT, ["--help"])
+    shown = capsys.readouterr().out
+    for option in ("--rows", "--select", "--unlabelled", "--decoder_steps", "--init_from"):
+        assert option in shown
+
+
+def finished(run, name):
+    node = next(node for node in run.nodes.values() if node.name == name)
+    return Finished(node.folder, 0, str(node.file), run.preset, tuple(node.arguments()))
+
+
+def test_tiny_images(tmp_path, monkeypatch):
+    """What each stage saw, what it began with, and on which images it was scored."""
+    command = [
+        "--out", str(tmp_path), "--rows", "scratch,finetune,mars,self_distillation",
+        "--adapt.trainer.max_steps=5", "--adapt.trainer.val_check_interval=5",
+        "--finetune.trainer.max_steps=7", "--finetune.trainer.val_check_interval=7",
+    ]  # fmt: skip
+    run = experiment("images").main(command)
+    table, name = read(run.out), "digits 5–9"
+    rows = ["scratch", "finetune", "mars", "self_distillation"]
+    updates = {
+        node.name: torch.load(node.folder / "checkpoints" / "last.ckpt", weights_only=True)
+        for node in run.nodes.values()
+        if isinstance(node, Stage)
+    }
+    adaptations = ["original", f"{name} adapt further", f"{name} adapt distil"]
+    trials = [f"{name} mars trial 1", f"{name} mars trial 2"]
+    assert {stage: found["global_step"] for stage, found in updates.items()} == {
+        **dict.fromkeys(adaptations, 5), **dict.fromkeys(trials, 7),
+        **{f"{name} {row}": 7 for row in rows},
+    }  # fmt: skip
+    # every student began with the original, whatever its teacher
+    original = fingerprint(read_state_dict(finished(run, "original").checkpoint))
+    assert {updates[one]["start"] for one in adaptations[1:]} == {original}
+    assert (by_seed(table, "begins_with_original", {"row": "distil"}) == 1).all()
+    tuned = finished(run, f"{name} self_distillation")
+    data = tuned.datamodule()
+    sizes = {part: len(getattr(data, f"{part}_set")) for part in ("train", "val", "test")}
+    assert sizes["train"] == 5 * 30
+    for part, size in sizes.items():
+        assert (select(table, {"metric": f"{part}_examples"})["value"] == size).all()
+    for row in rows:  # the score is the last checkpoint's, on the test part
+        stage = finished(run, f"{name} {row}")
+        module = Finetuning.load_from_checkpoint(stage.checkpoint).eval()
+        with torch.no_grad():
+            answers = torch.cat([module(x).argmax(1) == y for x, y in data.test_dataloader()])
+        here = {"row": row, "set": name}
+        assert by_seed(table, "accuracy", here)[0] == pytest.approx(answers.float().mean().item())
+        loss, train = (by_seed(table, metric, here)[0] for metric in ("loss", "train_loss"))
+        assert by_seed(table, "gap", here)[0] == pytest.approx(loss - train)
+        assert 1 <= by_seed(table, "classes_predicted", here)[0] <= 5
+    # MARS's radius is the better one on validation, with the first at a tie
+    scores = [max(finished(run, one).history["val/accuracy"]) for one in trials]
+    radii = [finished(run, one).settings.model.init_args.method_args["radius"] for one in trials]
+    chosen = updates[f"{name} mars"]["hyper_parameters"]["method_args"]["radius"]
+    assert radii == [0.5, 1.0] and chosen == radii[scores.index(max(scores))]
+    text = (run.out / "report.md").read_text()
+    assert "smoke test" in text and "| largest class |" in text and "(rounds.png)" in text
+    assert "72.74 ± 0.57" in text and "mae.png" in text
+
+    def fail(*arguments):
+        raise AssertionError(f"a finished stage was trained again: {arguments}")
+
+    monkeypatch.setattr("recipes.runner.run_stage", fail)
+    experiment("images").main(command)
+    assert read(run.out).equals(table)
+
+
+def test_tiny_text(tmp_path):
+    command = [
+        "--out", str(tmp_path), "--rows", "self_distillation,predictions", "--trainer.max_steps=4",
+        "--trainer.val_check_interval=4",
+    ]  # fmt: skip
+    run = experiment("text").main(command)
+    table = read(run.out)
+    here = {"set": "generated", "row": "self_distillation"}
+    examples = [by_seed(table, f"{part}_examples", here)[0] for part in ("train", "val", "test")]
+    assert examples == [160, 48, 96]
+    assert set(select(table, {"metric": "updates"})["row"]) == {"further", "distil", "predictions"}
+    assert (select(table, {"metric": "updates"})["value"] == 4).all()
+    assert (select(table, {"metric": "begins_with_original"})["value"] == 1).all()
+    assert len(by_seed(table, "new_f1", here)) == 1  # texts that are not in training too
+    distil = finished(run, "generated adapt distil")
+    assert Adaptation.load_from_checkpoint(distil.checkpoint).match == "all"
+
+
+def test_a_curve_of_steps(tmp_path, monkeypatch):
+    """Fig. 1: every point has its own adaptations, of that many steps; 0 has none."""
+    command = [
+        "--out", str(tmp_path), "--rows", "further", "--finetune.trainer.max_steps=2",
+        "--finetune.trainer.val_check_interval=2",
+    ]  # fmt: skip
+    plain = cli.grid
+    monkeypatch.setattr(cli, "grid", lambda *given: {**plain(*given), "steps": [0, 2, 4]})
+    run = experiment("images").main(command)
+    table = read(run.out)
+    points = select(table, {"metric": "accuracy", "row": "further"})
+    assert sorted(points["x"]) == [0, 2, 4]
+    adapted = select(table, {"metric": "updates", "row": "further"})
+    assert sorted(zip(adapted["x"], adapted["value"], strict=True)) == [(2, 2), (4, 4)]
+    assert "(steps%20digits%205–9.png)" in (run.out / "report.md").read_text()
+
+
 VIT = {"img_size": 8, "patch_size": 2, "embed_dim": 16, "depth": 1, "num_heads": 2}
-SMALL = {"img_size": 48, "patch_size": 8, "embed_dim": 128, "depth": 4, "num_heads": 4}
 DECODER = {"depth": 1, "width": 8, "heads": 2}
 
 
@@ -148,34 +278,27 @@ def test_your_own_images(scratch, capsys):
         "--preset", "own", "--data.root", "mine", "--unlabelled", "other", "--data.image_size=8",
         "--data.num_workers=0", "--data.batch_size=8", "--trainer.accelerator=cpu",
         "--model.architecture", "vit_tiny_patch16_224", "--model.model_args", json.dumps(VIT),
-        "--model.init_from", "encoder.pt", "--adapt.model.decoder_args", json.dumps(DECODER),
-        "--adapt.trainer.max_steps=3", "--finetune.trainer.max_steps=4",
-        "--finetune.trainer.val_check_interval=2", "--rows", "finetune,self_distillation",
+        "--init_from", "encoder.pt", "--adapt.model.decoder_args", json.dumps(DECODER),
+        "--adapt.trainer.max_steps=3", "--adapt.trainer.val_check_interval=2",
+        "--finetune.trainer.max_steps=4", "--finetune.trainer.val_check_interval=2",
+        "--rows", "self_distillation", "--decoder_steps", "3",
     ]  # fmt: skip
-    with pytest.raises(
-        ValueError, match=r"no decoder, .*--decoder_steps 2000 of recipes.self_dist"
-    ):
-        main_of("images")(command)
-    folder = main_of("images")([*command, "--decoder_steps", "3"]).out
-    metrics = json.loads((folder / "metrics.json").read_text())
-    found = metrics["seeds"][0]["your images"]
-    assert {one["start"] for one in found["adaptations"].values()} == {metrics["original"]}
-    assert set(found["adaptations"]) == {"further", "distil"}
-    splits = found["data"]["splits"]
-    assert [part["examples"] for part in splits["your images"].values()] == [24, 6, 6]
-    assert [part["examples"] for part in splits["your images, unlabelled"].values()] == [16, 4]
-    manifest = json.loads((folder / "seed0" / "your images split.json").read_text())
-    members = [manifest["parts"][part]["members"] for part in ("train", "val", "test")]
-    assert len(members[0]) == 24 and not set(members[0]) & set(members[1])
-    assert members[1] == members[2] and members[1][0].startswith("cat/")
-    report = (folder / "report.md").read_text()
+    run = experiment("images").main(command)
+    table = read(run.out)
+    assert (select(table, {"metric": "begins_with_original"})["value"] == 1).all()
+    folder = run.out / "seed0" / "your images self_distillation scores"
+    parts = json.loads((folder / "split.json").read_text())["parts"]
+    assert [parts[part]["examples"] for part in ("train", "val", "test")] == [24, 6, 6]
+    assert parts["val"] == parts["test"]
+    adapted = finished(run, "your images adapt further").datamodule()
+    assert [len(adapted.train_set), len(adapted.val_set)] == [16, 4]
+    report = (run.out / "report.md").read_text()
     assert "best on the validation part" in report and "no test part of its own" in report
-    assert splits["your images"]["train"]["sha256"][:12] in report
     Image.new("RGB", (30, 20)).save("new.jpg")
     assert classify(report, capsys) in ("cat", "dog")
 
 
-def test_your_own_texts(scratch, capsys):
+def test_your_own_texts_declare_what_they_need(scratch):
     words = ["good", "bad", "film", "plot", "a", "the"]
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
@@ -189,83 +312,53 @@ def test_your_own_texts(scratch, capsys):
     command = [
         "--preset", "own", "--data.train", "my.csv", "--unlabelled", "texts.txt",
         "--data.text=said", "--data.label=what", "--data.num_workers=0", "--data.batch_size=8",
-        "--model.architecture", "bert", "--data.tokenizer", "bert", "--trainer.accelerator=cpu",
-        "--adapt.trainer.max_epochs=1", "--finetune.trainer.max_epochs=2",
-        "--rows", "finetune,self_distillation",
+        "--model.architecture", str(scratch / "bert"), "--data.tokenizer", "bert",
+        "--trainer.accelerator=cpu", "--adapt.trainer.max_epochs=1",
+        "--finetune.trainer.max_epochs=2", "--rows", "further", "--decoder_steps", "3",
     ]  # fmt: skip
-    command[command.index("--model.architecture") + 1] = str(scratch / "bert")
-    with pytest.raises(ValueError, match=r"has no cls.predictions.bias, .*--decoder_steps 1000 of"):
-        main_of("text")(command)
-    folder = main_of("text")([*command, "--decoder_steps", "3"]).out
-    metrics = json.loads((folder / "metrics.json").read_text())
-    found = metrics["seeds"][0]["your texts"]
-    assert {one["start"] for one in found["adaptations"].values()} == {metrics["original"]}
-    splits = found["data"]["splits"]
-    assert [part["examples"] for part in splits["your texts"].values()] == [36, 4, 4]
-    assert [part["examples"] for part in splits["your texts, unlabelled"].values()] == [18, 2]
-    assert classify((folder / "report.md").read_text(), capsys) in ("yes", "no")
+    run = experiment("text").main(command)
+    adapted = finished(run, "your texts adapt further").datamodule()
+    assert [len(adapted.examples(part)) for part in ("train", "val")] == [18, 2]
+    table = read(run.out)
+    here = {"row": "further"}
+    examples = [by_seed(table, f"{part}_examples", here)[0] for part in ("train", "val", "test")]
+    assert examples == [36, 4, 4]
 
 
-def test_what_is_best_on_validation_is_scored(scratch):
-    pretrained = Adaptation(
-        "vit_tiny_patch16_224", model_args={**VIT, "embed_dim": 32, "depth": 2},
-        decoder_args={"depth": 1, "width": 16, "heads": 2},
-    )  # fmt: skip
-    torch.manual_seed(0)
-    pretrained.configure_model()
-    torch.save(pretrained.model.state_dict(), "start.pt")
-    command = [
-        "--model.init_from=start.pt", "--rows=finetune", "--select=best",
-        "--finetune.model.lr=0.5", "--finetune.trainer.max_steps=12",
-        "--finetune.trainer.val_check_interval=2",
-    ]  # fmt: skip
+def test_best_without_validation_is_refused(scratch):
     with pytest.raises(ValueError, match="fine-tuning never validates: its limit_val_batches is 0"):
-        main_of("images")(command)
-    folder = main_of("images")([*command, "--finetune.trainer.limit_val_batches=1.0"]).out
-    ((found,),) = (s.values() for s in json.loads((folder / "metrics.json").read_text())["seeds"])
-    row = found["rows"]["finetune"]
-    history = read_history(folder / "seed0" / "digits 5–9 finetune")["val/accuracy"]
-    best = history.index(max(history))
-    assert best + 1 < len(history) == 6
-    assert torch.load(row["checkpoint"], weights_only=True)["global_step"] == 2 * (best + 1)
-    assert row["val"]["accuracy"] == pytest.approx(history[best]) and history[best] > history[-1]
-
-
-def test_score_by_size(scratch, monkeypatch):
-    for part, count in {"train": 30, "val": 3}.items():
-        write_images(Path("data/cifar10") / part, ["cat", "dog"], count)
-    pretrained = Adaptation(
-        "vit_tiny_patch16_224", model_args=SMALL, decoder_args={"depth": 2, "width": 64, "heads": 4}
-    )
-    pretrained.configure_model()
-    torch.save(pretrained.model.state_dict(), "start.pt")
-    plots = {}
-    monkeypatch.setattr(
-        tables, "save_plot", lambda figure, path: plots.update({path.name: figure.axes})
-    )
-    folder = main_of("images")([
-        "--preset", "small_sizes", "--data.root=data", "--rows=finetune",
-        "--model.init_from=start.pt", "--trainer.max_steps=1",
-    ]).out  # fmt: skip
-    assert folder.name == "small_sizes" and "(sizes.png)" in (folder / "report.md").read_text()
-    (found,) = json.loads((folder / "metrics.json").read_text())["seeds"]
-    (axis,) = plots["sizes.png"]
-    (curve,) = axis.containers
-    scores = [100 * one["rows"]["finetune"]["test"]["accuracy"] for one in found.values()]
-    assert list(curve[0].get_xdata()) == [20, 40, 60, 60, 60]
-    assert sorted(curve[0].get_ydata()) == pytest.approx(sorted(scores))
+        declared("images", "--rows", "finetune", "--select", "best")
+    with pytest.raises(ValueError, match="nothing was pre-trained: give --init_from FILE"):
+        declared("text", "--preset", "paper", "--model.pretrained", "false", "--rows", "finetune")
 
 
 def test_theory(tmp_path):
-    folder = theory.main(["--out", str(tmp_path), "--problems", "3"])
-    problems = json.loads((folder / "metrics.json").read_text())["problems"]
-    assert len(problems) == 3
-    for found in problems:
-        assert max(found["lemma_1"]) < 1e-11 and found["without_ridge"] < 1e-11
-        assert theory.falls(found["zeta"]) and theory.falls(found["psi"])
-        assert all(d <= psi for d, psi in zip(found["distance"], found["psi"], strict=True))
-        # the first round takes B off besides
-        zeta = [value**2 for value in found["zeta"]]
-        assert zeta[0] - zeta[1] > found["extra_drop"] > 0
-    assert "(theory.png)" in (folder / "report.md").read_text()
-    assert (folder / "theory.png").is_file()
+    run = theory.main(["--preset", "tiny", "--out", str(tmp_path)])
+    table = read(run.out)
+    every = select(table, {"row": theory.ALL})
+    values = {
+        metric: select(table, {"metric": metric})
+        .dropna(subset=["x"])
+        .pivot(index="row", columns="x", values="value")
+        for metric in theory.CURVES
+    }
+    assert values["zeta"].shape == (20, 7) and by_seed(every, "problems")[0] == 20
+    for metric in ("norm", "zeta", "zeta_as_printed", "psi"):
+        assert (values[metric].diff(axis=1).iloc[:, 1:] < 0).all(axis=None), metric
+        assert by_seed(every, f"{metric}_falls")[0] == 1
+    assert (values["tuned_norm"] <= values["zeta"] * (1 + 1e-12)).all(axis=None)
+    assert (values["distance"] <= values["psi"] * (1 + 1e-12)).all(axis=None)
+    exceeding = (values["tuned_norm"] > values["zeta_as_printed"]).any(axis=1)
+    assert 0 < exceeding.sum() < 20
+    bounds = [by_seed(every, f"{name}_bounds")[0] for name in ("zeta_as_printed", "zeta", "psi")]
+    assert bounds == [pytest.approx(1 - exceeding.sum() / 20), 1, 1]
+    assert 0.01 < by_seed(every, "zeta_as_printed_exceeded")[0] < 0.2
+    words = {claim.name: judge(claim, table)[0] for claim in theory.CLAIMS}
+    assert words.pop("ζ as printed bounds") == "refuted" and set(words.values()) == {"supported"}
+    report = (run.out / "report.md").read_text()
+    assert f"| {1 - exceeding.sum() / 20:.1%} |" in report and "cross term" in report
+    assert (run.out / "theory.png").is_file()
+    drop = select(table, {"metric": "extra_drop"}).set_index("row")["value"]
+    squares = values["zeta"] ** 2
+    drop = drop.reindex(squares.index)
+    assert (squares[0.0] - squares[1.0] > drop).all() and (drop > 0).all()

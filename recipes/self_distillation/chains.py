@@ -1,0 +1,336 @@
+"""What images.py and text.py declare: the original weights, chains of adaptations, fine-tunings.
+
+A grid (images_grid.yaml over shared_grid.yaml) says what is run. `adaptations` are stages between
+pre-training and fine-tuning, by name: settings that are laid over <kind>_adapt.yaml, with two keys
+of their own, `teacher`, the adaptation whose encoder teaches, and `times`, how many times the
+steps. `rows` are fine-tunings: settings laid over <kind>_finetune.yaml, and `from`, the adaptation
+that one begins with, or without it the original; `candidates`, settings of which the best on the
+validation part are taken. Every adaptation begins with the original weights, and is trained once
+however many rows need it. `select` says which checkpoint of a fine-tuning is scored: that of the
+`last` step, or the `best` on the validation part.
+"""
+
+import functools
+from argparse import ArgumentParser
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from datamodules.tables import TXT
+from recipes.experiment import Artifact, Node, Run, Stage
+from recipes.self_distillation import measures
+
+ROUNDS = ("further", "distil", "distil_2", "distil_3", "distil_4")  # Algorithm 2, T' = 0 … 4
+
+
+def options(parser: ArgumentParser) -> None:
+    """Add what these experiments offer besides --rows, --seeds, …"""
+    add = parser.add_argument
+    add(
+        "--select",
+        choices=("last", "best"),
+        help="score the checkpoint of the last step, or the best one on the validation part; "
+        "default: what the grid says",
+    )
+    add(
+        "--init_from",
+        metavar="FILE",
+        help="begin with the weights of this checkpoint, state_dict or safetensors file",
+    )
+    add(
+        "--decoder_steps",
+        type=int,
+        metavar="N",
+        help="first fit a new decoder to the frozen encoder for N steps, for weights without one",
+    )
+    add(
+        "--unlabelled",
+        metavar="PATH",
+        help="adapt to these data instead of the labelled ones: a folder with images at any depth, "
+        "a table of texts, or a .txt file with one text on each line",
+    )
+
+
+def declare(run: Run, kind: str) -> None:
+    """Declare all stages and measurements.
+
+    Args:
+        run: of the experiment.
+        kind: "images" or "text", the beginning of its files' names.
+
+    Raises:
+        ValueError: if nothing was pre-trained, or what is best on validation is asked for and
+            fine-tuning never validates.
+    """
+    for _, key, _ in run.flags.given:
+        if key == "model.init_from":
+            raise ValueError(
+                "--model.init_from is each stage's own: give --init_from FILE, the weights with "
+                "which everything begins"
+            )
+    grid = run.grid("shared_grid", f"{kind}_grid")
+    rows = run.rows(grid["rows"], grid["default"])
+    select = run.options.select or grid["select"]
+    unlabelled = unlabelled_data(run, kind) if run.options.unlabelled else {}
+    original = declare_original(run, kind, grid, unlabelled)
+    for seed in run.seeds:
+        for name in grid["sets"]:
+            chains = Chains(run, kind, grid, name, seed, original, unlabelled)
+            tuned = [
+                chains.fine_tune(row, select, n) for row in rows for n in grid["steps"] or [None]
+            ]
+            given = {"finetuning": tuned[0]}
+            run.measure(f"{name} majority", seed, measures.majority, given, {"set": name})
+    if select == "best":
+        require_validation(run, kind)
+
+
+def declare_original(
+    run: Run, kind: str, grid: Mapping[str, Any], unlabelled: Mapping[str, Any]
+) -> Stage | Artifact:
+    """The checkpoint of (θ_init, φ_init), with which everything begins.
+
+    The grid's `original` stages make it, each going on from the one before, unless --init_from
+    names one; --decoder_steps fits a decoder first. Without these it is what the stage's file
+    names: the hub's weights, read once.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    config = f"{kind}_adapt"
+    named = {"model.init_from": run.options.init_from} if run.options.init_from else {}
+    stages = [] if named else list(grid["original"] or [])
+    if run.options.decoder_steps:
+        steps = {"trainer.max_steps": run.options.decoder_steps, "trainer.max_epochs": -1}
+        stages = [{**named, **grid["decoder"], **steps}]
+    last: Stage | None = None
+    derived = {key: functools.partial(_constant, value) for key, value in unlabelled.items()}
+    for place, settings in enumerate(stages):
+        before = {"model.init_from": last} if last else {}
+        name = "original" if place == len(stages) - 1 else f"original, part {place + 1}"
+        last = run.stage(name, config, 0, settings={**settings, **before}, derived=derived)
+    if last is not None:
+        return last
+    settings = run.parsed(config, settings=named)
+    if not (settings.model.init_args.pretrained or settings.model.init_args.init_from):
+        raise ValueError(
+            f"nothing was pre-trained: give --init_from FILE, or `original` in {kind}_grid.yaml"
+        )
+    model = {"class": settings.model.class_path, **settings.model.init_args.as_dict()}
+    return (
+        run.measure("original", 0, measures.write_original, settings={"model": model})
+        / "original.ckpt"
+    )
+
+
+class Chains:
+    """The stages of one data set and seed.
+
+    Args:
+        run: of the experiment.
+        kind: "images" or "text".
+        grid: what is run.
+        name: of the data set.
+        seed: of the stages.
+        original: the weights with which everything begins.
+        unlabelled: settings of other data to adapt to.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        kind: str,
+        grid: Mapping[str, Any],
+        name: str,
+        seed: int,
+        original: Stage | Artifact,
+        unlabelled: Mapping[str, Any],
+    ):
+        self.run, self.kind, self.grid, self.name, self.seed = run, kind, grid, name, seed
+        self.original, self.unlabelled = original, dict(unlabelled)
+        self.data = dict(grid["sets"][name])
+        # a class of data is no single setting: flags may change the others, such as data.root
+        self.settings = {key: self.data.pop(key) for key in ("data",) if key in self.data}
+        self.metric = grid["metrics"][name]
+
+    def adapt(self, name: str, steps: int | None) -> list[Stage]:
+        """An adaptation, its teacher, the teacher's teacher, …; each declared once.
+
+        Args:
+            name: in the grid's `adaptations`.
+            steps: of each of them, where the grid has a curve of steps.
+        """
+        settings = dict(self.grid["adaptations"][name])
+        teacher, times = settings.pop("teacher", None), settings.pop("times", None)
+        before = self.adapt(teacher, steps) if teacher else []
+        varied = {**self.data, "model.init_from": self.original, **settings}
+        # after the flags, which are the labelled data's
+        derived: dict[str, Any] = {
+            key: functools.partial(_constant, value) for key, value in self.unlabelled.items()
+        }
+        if before:
+            varied["model.teacher_from"] = before[0]
+        if steps:
+            varied |= fixed_length(steps)
+        if times:
+            length = length_of(self.run.parsed(f"{self.kind}_adapt"))
+            derived[f"trainer.{length}"] = functools.partial(_multiple, times, length)
+        title = f"{self.name} adapt {name}" + (f" {steps} steps" if steps else "")
+        stage = self.run.stage(
+            title, f"{self.kind}_adapt", self.seed, varied, self.settings, derived
+        )
+        self.run.measure(
+            f"{title} trace",
+            self.seed,
+            measures.trace,
+            {"adaptation": stage, **self.beginning()},
+            {
+                "set": self.name,
+                "row": name,
+                "kind": self.kind,
+                "steps": steps,
+                "rounds": rounds_of(name),
+            },
+        )
+        return [stage, *before]
+
+    def fine_tune(self, row: str, select: str, steps: int | None) -> Stage:
+        """A row of the table: its adaptations, its fine-tuning, and its scores.
+
+        Args:
+            row: in the grid's `rows`.
+            select: "last" or "best".
+            steps: of each adaptation, where the grid has a curve of steps; 0 for none.
+        """
+        settings = dict(self.grid["rows"][row])
+        adaptation, candidates = settings.pop("from", None), settings.pop("candidates", [])
+        chain = self.adapt(adaptation, steps) if adaptation and steps != 0 else []
+        varied = {
+            **self.data,
+            "model.pretrained": False,
+            "model.init_from": chain[0] if chain else self.original,
+            **settings,
+        }
+        if select == "best":
+            varied |= {
+                "checkpoint.monitor": f"val/{self.metric}",
+                "checkpoint.mode": "max",
+                "checkpoint.filename": "best",
+            }
+        title = f"{self.name} {row}"
+        if candidates:
+            varied |= self.chosen(title, varied, candidates)
+        if steps is not None:
+            title = f"{title} {steps} steps" if chain else f"{self.name} without adaptation"
+        tuned = self.run.stage(title, f"{self.kind}_finetune", self.seed, varied, self.settings)
+        self.run.measure(
+            f"{title} scores" if chain or steps is None else f"{title} scores of {row}",
+            self.seed,
+            measures.score,
+            {"finetuning": tuned, **self.beginning()},
+            {
+                "set": self.name,
+                "row": row,
+                "kind": self.kind,
+                "select": select,
+                "metric": self.metric,
+                "steps": steps,
+                "rounds": rounds_of(adaptation),
+                "by_size": self.grid["by_size"],
+            },
+        )
+        return tuned
+
+    def chosen(
+        self, title: str, varied: Mapping[str, Any], candidates: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """The best candidate on the validation part, each tried with seed 0."""
+        validating = {**varied, "trainer.limit_val_batches": 1.0}
+        trials = [
+            self.run.stage(
+                f"{title} trial {place + 1}",
+                f"{self.kind}_finetune",
+                0,
+                {**validating, **candidate},
+                self.settings,
+            )
+            for place, candidate in enumerate(candidates)
+        ]
+        return dict(self.run.best(trials, f"val/{self.metric}", list(candidates[0])))
+
+    def beginning(self) -> dict[str, Node]:
+        """The node that has the original weights, as measurements are given it."""
+        original = self.original
+        return {"original": original.node if isinstance(original, Artifact) else original}
+
+
+def rounds_of(adaptation: str | None) -> int | None:
+    """Rounds of self-distillation as in the paper; None for anything else (Fig. 5)."""
+    return ROUNDS.index(adaptation) if adaptation in ROUNDS else None
+
+
+def fixed_length(steps: int) -> dict[str, Any]:
+    """Settings of a training with that many steps, validated eight times at most."""
+    return {
+        "trainer.max_steps": steps,
+        "trainer.max_epochs": -1,
+        "trainer.check_val_every_n_epoch": None,
+        "trainer.val_check_interval": max(1, steps // 8),
+    }
+
+
+def _constant(value: Any, parsed: Any) -> Any:
+    return value
+
+
+def _multiple(times: int, length: str, parsed: Any) -> int:
+    return times * parsed.trainer[length]
+
+
+def length_of(parsed: Any) -> str:
+    """What ends a stage's training: "max_steps" or "max_epochs"."""
+    return "max_steps" if parsed.trainer.max_steps > 0 else "max_epochs"
+
+
+def require_validation(run: Run, kind: str) -> None:
+    """Refuse to select among checkpoints that are never validated, before anything trains.
+
+    Raises:
+        ValueError: naming the settings.
+    """
+    trainer = run.parsed(f"{kind}_finetune").trainer
+    steps, interval = trainer.max_steps, trainer.val_check_interval
+    late = trainer.check_val_every_n_epoch is None and 0 < steps < (interval or 0)
+    if trainer.limit_val_batches == 0 or late:
+        raise ValueError(
+            "select is best and fine-tuning never validates: its limit_val_batches is "
+            f"{trainer.limit_val_batches}, val_check_interval {interval}, max_steps {steps}; "
+            "change --finetune.trainer.limit_val_batches or "
+            "--finetune.trainer.val_check_interval, or give --select last"
+        )
+
+
+def unlabelled_data(run: Run, kind: str) -> dict[str, Any]:
+    """Settings of the data of --unlabelled: all images below a folder, or all texts of a table."""
+    path = run.options.unlabelled
+    if kind == "images":
+        return {
+            "data": "datamodules.ImageFolderData",
+            "data.root": str(Path(path).resolve()),
+            "data.labelled": False,
+            "data.name": None,
+            "data.test": None,
+            "data.classes": None,
+            "data.per_class": None,
+        }
+    arguments = run.parsed("text_finetune").data.init_args
+    text = TXT if Path(path).suffix.lower() == ".txt" else arguments.get("text", "sentence")
+    # it wants a label, which nothing looks at: the text itself will do
+    return {
+        "data": "datamodules.TextData",
+        "data.train": path,
+        "data.val": None,
+        "data.text": text,
+        "data.label": text,
+        "data.limit": None,
+    }

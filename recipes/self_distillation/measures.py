@@ -1,0 +1,192 @@
+"""What is measured on finished stages: scores of fine-tunings, and where adaptations went."""
+
+import importlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset
+
+from datamodules.images import ImageSet
+from lightning_modules.self_distillation import distance, fingerprint
+from lightning_modules.self_distillation.mae_checkpoint import to_timm
+from lightning_modules.weights import read_state_dict
+from recipes.experiment import Measuring
+from recipes.records import Finished, type_of, write_whole
+from recipes.results import Row
+
+ORIGINAL = "original.ckpt"
+
+
+def write_original(m: Measuring) -> Iterator[Row]:
+    """Write the weights that a stage's file names, with which everything begins."""
+    arguments = dict(m.settings["model"])
+    module, _, name = arguments.pop("class").rpartition(".")
+    L.seed_everything(0, verbose=False)  # of a decoder that does not come with the weights
+    built = getattr(importlib.import_module(module), name)(**arguments)
+    built.configure_model()
+    state = {f"model.{key}": value for key, value in built.model.state_dict().items()}
+    torch.save({"state_dict": state, "start": built.start}, m.folder / ORIGINAL)
+    yield from ()
+
+
+def score(m: Measuring) -> Iterator[Row]:
+    """Loss, accuracy and F1 on each part, the generalisation gap and the distance gone (Sec. 5.2).
+
+    Where settings has steps, the score is a point of a curve instead (Fig. 1).
+    """
+    s, tuned = m.settings, m.stages["finetuning"]
+    data = tuned.datamodule()
+    checkpoint = tuned.best if s["select"] == "best" else tuned.checkpoint
+    scores = tested(tuned, checkpoint, parts(data, s["select"] == "best"))
+
+    def row(metric: str, value: float, name: str = s["row"], x: float | None = None) -> Row:
+        return Row(name, metric, value, s["set"], x)
+
+    if s["steps"] is not None:
+        for metric in ("accuracy", "f1"):
+            yield row(metric, scores["test"][metric], x=s["steps"])
+        return
+    for part, values in scores.items():
+        prefix = "" if part == "test" else f"{part}_"
+        for metric, value in values.items():
+            yield row(f"{prefix}{metric}", value)
+    yield row("gap", scores["test"]["loss"] - scores["train"]["loss"])
+    gone = distance(encoder(checkpoint, s["kind"]), original_encoder(m))
+    yield row("distance", gone)
+    yield row("seconds", tuned.seconds)
+    if s["rounds"] is not None:
+        yield row("distance_by_round", gone, "after fine-tuning", s["rounds"])
+    manifest = {part: data.manifest(part) for part in ("train", "val", "test")}
+    for part, content in manifest.items():
+        yield row(f"{part}_examples", content["examples"])
+    if s["by_size"]:
+        value = scores["test"][s["metric"]]
+        yield Row(s["row"], "score_by_size", value, "", manifest["train"]["examples"])
+    settings = tuned.settings.data
+    made = {"data": settings.class_path, "settings": settings.init_args.as_dict()}
+    text = json.dumps({**made, "parts": manifest, "checkpoint": str(checkpoint)}, indent=1)
+    write_whole(m.folder / "split.json", text + "\n")
+
+
+def tested(
+    tuned: Finished, checkpoint: Path, loaders: dict[str, DataLoader]
+) -> dict[str, dict[str, float]]:
+    """Loss, accuracy, F1 and the number of classes predicted, on each part."""
+    module = type_of(tuned.settings.model).load_from_checkpoint(checkpoint, map_location="cpu")
+    trainer = L.Trainer(
+        accelerator=tuned.settings.trainer.accelerator,
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    scores = {}
+    for part, loader in loaders.items():
+        (values,) = trainer.test(module, loader, verbose=False)
+        scores[part] = {key.removeprefix("test/"): value for key, value in values.items()}
+    return scores
+
+
+def parts(data: Any, validation: bool) -> dict[str, DataLoader]:
+    """Loaders of the training part as evaluation sees it, the test part, and any more.
+
+    If some texts of the test part are in training too, "new" is the test part without them. With
+    `eval_limit` no more training texts than that, the first ones.
+    """
+    if hasattr(data, "train_set"):
+        train = ImageSet(data.train_set.items, data.read, *data.eval_transform())
+        loaders = {"train": data.loader(train), "test": data.test_dataloader()}
+    else:
+        samples, test = data.samples("train"), data.samples("test")
+        seen = range(min(len(samples), data.eval_limit or len(samples)))
+        loaders = {"train": some(data, samples, seen), "test": data.loader(test)}
+        known = {example.first for example in data.examples("train")}
+        new = [i for i, example in enumerate(data.examples("test")) if example.first not in known]
+        if 0 < len(new) < len(test):
+            loaders["new"] = some(data, test, new)
+    if validation:
+        loaders["val"] = data.val_dataloader()
+    return loaders
+
+
+def some(data: Any, samples: Any, places: Sequence[int]) -> DataLoader:
+    """Batches of some samples."""
+    chosen: Any = Subset(samples, places)
+    chosen.collate = samples.collate
+    return data.loader(chosen)
+
+
+def majority(m: Measuring) -> Iterator[Row]:
+    """What answering the largest training class gives: accuracy, and macro F1."""
+    data, name = m.datamodule("finetuning"), m.settings["set"]
+    labels = {part: labels_of(data, part) for part in ("train", "test")}
+    most = torch.bincount(labels["train"]).argmax()
+    share = float((labels["test"] == most).float().mean())
+    yield Row("majority", "accuracy", share, name)
+    yield Row("majority", "f1", 2 * share / (1 + share) / data.num_classes, name)
+
+
+def labels_of(data: Any, part: str) -> Tensor:
+    """The classes of a part's examples."""
+    if hasattr(data, "train_set"):
+        labels = [label for _, label in getattr(data, f"{part}_set").items]
+    else:
+        labels = [example.label for example in data.examples(part)]
+    return torch.tensor([int(label) for label in labels])
+
+
+def trace(m: Measuring) -> Iterator[Row]:
+    """What an adaptation began with, how far it went, and L_MAE on training and validation part."""
+    s, stage = m.settings, m.stages["adaptation"]
+    checkpoint = torch.load(stage.checkpoint, map_location="cpu", weights_only=True)
+    began = fingerprint(read_state_dict(original(m)))
+    x = s["steps"]
+
+    def row(metric: str, value: float, x: float | None = x) -> Row:
+        return Row(s["row"], metric, value, s["set"], x)
+
+    yield row("begins_with_original", float(checkpoint["start"] == began))
+    gone = distance(encoder(stage.checkpoint, s["kind"]), original_encoder(m))
+    yield row("adaptation_distance", gone)
+    yield row("adaptation_seconds", stage.seconds)
+    yield row("updates", checkpoint["global_step"])
+    history = stage.history
+    for part in ("train", "val"):
+        if values := history.get(f"{part}/mae"):
+            last = values[-max(1, len(values) // 10) :] if part == "train" else values[-1:]
+            yield row(f"{part}_mae", sum(last) / len(last))
+    if x is None:
+        checks = history.get("val/mae", [])
+        for place, value in enumerate(checks, start=1):
+            share = place / len(checks)
+            yield row("val_mae_by_steps", value, checkpoint["global_step"] * share)
+            yield row("val_mae_by_share", value, share)
+        if s["rounds"] is not None:
+            yield Row("before fine-tuning", "distance_by_round", gone, s["set"], s["rounds"])
+
+
+def original(m: Measuring) -> Path:
+    """The checkpoint with which everything began."""
+    node = m.stages["original"]
+    written = node.folder / ORIGINAL
+    return written if written.is_file() else node.checkpoint
+
+
+def original_encoder(m: Measuring) -> dict[str, Tensor]:
+    """Its encoder's weights."""
+    return encoder(original(m), m.settings["kind"])
+
+
+def encoder(checkpoint: Path, kind: str) -> dict[str, Tensor]:
+    """The encoder's weights in a checkpoint: a ViT's under timm's names, or those below a head."""
+    state = read_state_dict(checkpoint)
+    if kind == "images":
+        return to_timm(state)
+    base = next(name for name in state if "embeddings." in name).partition(".")[0]
+    return {name: value for name, value in state.items() if name.startswith(f"{base}.")}
