@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_warn
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from datamodules.images import ImageData, Item, Splits
@@ -109,10 +110,14 @@ class ImageFolderData(ImageData):
                 f"{train} is not a folder, but the other parts are given: put the training images "
                 "there, or name their folder in --data.train."
             )
+        names = class_folders(train if train.is_dir() else self.folder)
+        if len(names) == 1:
+            rank_zero_warn(
+                f"{self.folder} has one class only, {names[0]!r}, which will be every answer: give "
+                "each class a folder, or set --data.labelled false where there are no classes."
+            )
         if not train.is_dir():
-            names = class_folders(self.folder)
             return Splits(names, list_images(self.folder, names))
-        names = class_folders(train)
         return Splits(
             names,
             list_images(train, names),

@@ -278,6 +278,18 @@ class ImageData(PartsData):
         )
         self._class_names = names
 
+    def unreadable(self) -> list[str]:
+        """Reads every image, and says which ones cannot be read."""
+        self.setup()
+        reasons = {}
+        for images in self._sets.values():
+            for source, _ in images.items:
+                try:
+                    self.read(source)
+                except OSError as error:
+                    reasons[str(source)] = str(error)
+        return list(reasons.values())
+
     # Transforms, each in two parts: see `ImageSet`.
 
     def train_transform(self) -> tuple[Callable, Callable]:

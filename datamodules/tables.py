@@ -98,6 +98,11 @@ def read_table(path: str | Path, columns: Sequence[str]) -> list[tuple[int, dict
             rows.append((number, {name: _as_text(value) for name, value in found.items()}))
         return rows
     header = table_columns(path)
+    if suffix == ".txt" and all(_is_object(line) for line in lines[:3]):
+        raise ValueError(
+            f"{path} holds JSON objects, expected a sentence on each line of a .txt: let its name "
+            "end in .jsonl."
+        )
     _require(columns, header, str(path))
     if suffix == ".txt":
         return [(n, {TXT: line}) for n, line in enumerate(lines, start=1) if line.strip()]
@@ -111,6 +116,13 @@ def read_table(path: str | Path, columns: Sequence[str]) -> list[tuple[int, dict
             raise column_error(path, number, len(cells), len(header))
         rows.append((number, dict(zip(header, cells, strict=True))))
     return rows
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except json.JSONDecodeError:
+        return False
 
 
 def table_columns(path: str | Path) -> list[str]:

@@ -1,6 +1,7 @@
 """Parameter groups and learning-rate schedules that several methods share."""
 
 import math
+import warnings
 from typing import Any
 
 from torch import nn
@@ -95,6 +96,12 @@ def with_schedule(
         total_steps: optimizer steps of the whole run.
     """
     warmup = round(warmup_steps * total_steps if warmup_steps < 1 else warmup_steps)
+    if warmup >= total_steps > 0:
+        warnings.warn(
+            f"the learning rate warms up for {warmup} steps of {total_steps} and never reaches its "
+            "peak: lower the warm-up, or train longer",
+            stacklevel=2,
+        )
     scheduler = get_scheduler(schedule, optimizer, warmup, total_steps)
     return {
         "optimizer": optimizer,

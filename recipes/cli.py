@@ -24,8 +24,10 @@ import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities import rank_zero_warn
 
 from callbacks.seeding import SeedEveryStep
+from recipes.agreement import imply_tokenizer, other_normalisation
 from recipes.messages import shortened
 
 PAPER = "paper"  # the name of a file without any of its presets
@@ -101,6 +103,13 @@ class RecipeCLI(LightningCLI):
         except WrongSetting as error:
             raise ValueError(shortened(str(error))) from error
 
+    def before_instantiate_classes(self) -> None:
+        """Let model and data agree, or say where they do not."""
+        settings = self.config.get(self.subcommand, self.config)
+        imply_tokenizer(settings)
+        if said := other_normalisation(settings):
+            rank_zero_warn(said)
+
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Let last.ckpt be the last checkpoint with `monitor` too.
 
@@ -153,7 +162,9 @@ def parse(path: str | Path, preset: str = PAPER, overrides: Sequence[str] = ()) 
 @lru_cache(maxsize=4096)
 def _parse(texts: tuple[str, ...], overrides: tuple[str, ...]) -> Namespace:
     configs = [part for text in texts for part in ("-c", text)]
-    return _ParseOnly(["fit", *configs, *overrides]).config["fit"]
+    settings = _ParseOnly(["fit", *configs, *overrides]).config["fit"]
+    imply_tokenizer(settings)
+    return settings
 
 
 def layers(path: str | Path, preset: str = PAPER) -> list[str]:

@@ -26,6 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from datamodules.images import ImageData
 from recipes import cli
 from recipes.records import type_of
 from recipes.tables import Table
@@ -319,15 +320,25 @@ def device_count(trainer: Any) -> int:
     return count * trainer.num_nodes
 
 
-def files(path: str, preset: str, overrides: Sequence[str]) -> list[str]:
-    """A line for the data and the weights that a stage reads, or why they cannot be read."""
+def files(path: str, preset: str, overrides: Sequence[str], verify: bool = False) -> list[str]:
+    """A line for the data and the weights that a stage reads, or why they cannot be read.
+
+    Args:
+        path: the stage's YAML.
+        preset: of the file.
+        overrides: further arguments of the stage.
+        verify: read every image.
+    """
     settings = cli.parse(path, preset, overrides)
     data, model = settings.data, settings.model.init_args
     name = data.class_path.rpartition(".")[2]
     try:
-        type_of(data)(**data.init_args.as_dict()).setup("fit")
+        module = type_of(data)(**data.init_args.as_dict())
+        module.setup("fit")
         places = [data.init_args.get(key) for key in ("root", "name", "train", "val", "test")]
         lines = [" ".join(["data:", name, *(str(place) for place in places if place)])]
+        if verify and isinstance(module, ImageData):
+            lines += [f"missing: {reason}" for reason in module.unreadable()]
     except (OSError, ValueError) as error:
         lines = [f"missing: {error}"]
     start = model.get("init_from")
@@ -351,8 +362,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("-c", "--config", required=True, metavar="FILE", help="the stage's YAML")
     parser.add_argument("--preset", default=cli.PAPER, metavar="NAME", help="default: paper")
+    parser.add_argument("--verify", action="store_true", help="read every image beforehand")
     options, overrides = parser.parse_known_args(argv)
-    lines = files(options.config, options.preset, overrides)
+    lines = files(options.config, options.preset, overrides, options.verify)
     print("\n".join(lines))
     if missing := [line for line in lines if line.startswith("missing")]:
         raise ValueError(f"{len(missing)} of the things that it reads cannot be had: see above")

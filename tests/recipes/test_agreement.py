@@ -1,0 +1,108 @@
+"""Edges that a new user finds: what model and data agree on, and what is said where they do not."""
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from transformers import BertConfig, BertTokenizerFast
+
+from datamodules.image_folders import ImageFolderData
+from datamodules.tables import read_table
+from lightning_modules.optim import with_schedule
+from recipes.agreement import other_normalisation
+from recipes.cli import parse
+from recipes.plan import files
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+TEXT = RECIPES / "vera" / "text.yaml"
+FOLDER = RECIPES / "matformer" / "folder.yaml"
+
+
+@pytest.fixture
+def bert(tmp_path):
+    folder = tmp_path / "bert"
+    BertConfig().save_pretrained(folder)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    BertTokenizerFast(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
+    return str(folder)
+
+
+class TestTokenizer:
+    def test_a_local_model_implies_its_own(self, bert):
+        settings = parse(TEXT, overrides=["--data.tokenizer=null", f"--model.architecture={bert}"])
+        assert settings.data.init_args.tokenizer == bert
+
+    def test_one_that_is_named_stays(self, bert):
+        flags = ["--data.tokenizer=other", f"--model.architecture={bert}"]
+        assert parse(TEXT, overrides=flags).data.init_args.tokenizer == "other"
+
+    def test_a_model_type_implies_none(self):
+        flags = ["--data.tokenizer=null", "--model.architecture=bert"]
+        assert parse(TEXT, overrides=flags).data.init_args.tokenizer is None
+
+
+class TestNormalisation:
+    weights = ("--model.pretrained=true", "--model.architecture=vit_small_patch16_dinov3")
+
+    def test_another_than_the_weights_is_said_with_the_cure(self):
+        said = other_normalisation(parse(FOLDER, overrides=[*self.weights]))
+        assert said and "--data.mean [0.485, 0.456, 0.406]" in said and "(0.5, 0.5, 0.5)" in said
+        cured = ["--data.mean=[0.485,0.456,0.406]", "--data.std=[0.229,0.224,0.225]"]
+        assert other_normalisation(parse(FOLDER, overrides=[*self.weights, *cured])) is None
+
+    def test_random_weights_know_none(self):
+        assert other_normalisation(parse(FOLDER, overrides=[self.weights[1]])) is None
+
+    def test_a_local_folder_says_its_own(self, tmp_path):
+        cfg = {"mean": [0.1, 0.2, 0.3], "std": [1, 1, 1]}
+        (tmp_path / "config.json").write_text(json.dumps({"pretrained_cfg": cfg}))
+        flags = ["--model.pretrained=true", f"--model.architecture=local-dir:{tmp_path}"]
+        assert "mean (0.1, 0.2, 0.3)" in str(other_normalisation(parse(FOLDER, overrides=flags)))
+
+
+def test_a_warm_up_longer_than_the_run_is_said():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    with pytest.warns(UserWarning, match="warms up for 100 steps of 40 and never"):
+        with_schedule(optimizer, "cosine", 100, 40)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        with_schedule(optimizer, "cosine", 10, 40)
+
+
+def test_json_lines_that_end_in_txt_are_said(tmp_path):
+    (tmp_path / "a.txt").write_text('{"sentence": "fine"}\n{"sentence": "bad"}\n')
+    with pytest.raises(ValueError, match=r"a\.txt holds JSON objects.*end in \.jsonl"):
+        read_table(tmp_path / "a.txt", ["sentence"])
+    (tmp_path / "b.txt").write_text("[a line in brackets]\n7\n")
+    assert [row["sentence"] for _, row in read_table(tmp_path / "b.txt", ["sentence"])] == [
+        "[a line in brackets]",
+        "7",
+    ]
+
+
+@pytest.fixture
+def one_class(tmp_path):
+    (tmp_path / "cats").mkdir()
+    for place in range(4):
+        Image.new("RGB", (8, 8)).save(tmp_path / "cats" / f"{place}.png")
+    return tmp_path
+
+
+def test_a_single_class_is_said(one_class):
+    with pytest.warns(UserWarning, match="has one class only, 'cats'"):
+        ImageFolderData(root=str(one_class), val_fraction=0.5).setup()
+
+
+def test_plan_lists_all_unreadable_images(one_class):
+    (one_class / "dogs").mkdir()
+    Image.new("RGB", (8, 8)).save(one_class / "dogs" / "0.png")
+    for name in ("cats/bad.png", "dogs/worse.jpg"):
+        (one_class / name).write_bytes(b"no image")
+    flags = [f"--data.root={one_class}"]
+    missing = [one for one in files(str(FOLDER), "paper", flags, True) if "missing" in one]
+    assert len(missing) == 2 and "bad.png" in missing[0] and "worse.jpg" in missing[1]
+    assert not [one for one in files(str(FOLDER), "paper", flags) if "missing" in one]
