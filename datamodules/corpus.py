@@ -10,6 +10,7 @@ import csv
 import functools
 import hashlib
 import json
+import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -44,6 +45,7 @@ class CorpusData(PartsData):
         val: files to validate on. None: the set's validation split, or else the last
             `val_fraction` of the training tokens, whatever the seed.
         test: files to test on; the validation part when None, or the set's test split.
+        root: folder in which files are that are not found from here; RECIPES_DATA when None.
         column: of csv, tsv and jsonl files and of sets, with the text.
         config: of the set, such as "wikitext-2-raw-v1".
         tokenizer: transformers' name of one, or a folder with its files. None: one with
@@ -65,6 +67,7 @@ class CorpusData(PartsData):
         train: str | list[str] | None = None,
         val: str | list[str] | None = None,
         test: str | list[str] | None = None,
+        root: str | None = None,
         column: str = "text",
         config: str | None = None,
         tokenizer: str | None = None,
@@ -92,7 +95,7 @@ class CorpusData(PartsData):
             )
         if length < 2:
             raise ValueError(f"length is {length}, expected 2 tokens or more in a block.")
-        self.source, self.column, self.config = source, column, config
+        self.source, self.root, self.column, self.config = source, root, column, config
         self.parts = {"train": train, "val": val, "test": test}
         self.tokenizer_name, self.trained_size = tokenizer, vocab_size
         self.length, self.eval_stride = length, eval_stride or length - 1
@@ -186,7 +189,8 @@ class CorpusData(PartsData):
 
     def _paths(self, part: str) -> list[Path]:
         named = self.parts[part]
-        return find_files([named] if isinstance(named, str) else named or [])
+        root = self.root or os.environ.get("RECIPES_DATA", "")
+        return find_files([named] if isinstance(named, str) else named or [], root)
 
     def _key(self, part: str) -> str:
         """What the documents of a part are made from."""
@@ -232,25 +236,33 @@ class CorpusData(PartsData):
 # Sources of documents.
 
 
-def find_files(patterns: Sequence[str]) -> list[Path]:
+def find_files(patterns: Sequence[str], root: str = "") -> list[Path]:
     """The files that names, folders and patterns stand for, sorted within each.
+
+    Args:
+        patterns: looked for from here, and then below `root`.
+        root: a folder; "" for none.
 
     Raises:
         FileNotFoundError: nothing is there under one of them.
     """
     paths: list[Path] = []
     for pattern in patterns:
-        named = Path(pattern).expanduser()
-        if named.is_dir():
-            found = sorted(path for path in named.rglob("*") if path.is_file())
-        else:
-            found = [named] if named.is_file() else sorted(named.parent.glob(named.name))
+        names = [Path(pattern).expanduser(), *([Path(root, pattern).expanduser()] if root else [])]
+        found = next(filter(None, map(_matching, names)), [])
         if not found:
+            places = " or ".join(map(str, dict.fromkeys(names)))
             raise FileNotFoundError(
-                f"{pattern} is not there, expected text files: correct --data.train or --data.val."
+                f"{places} is not there, expected text files: correct --data.train or --data.val."
             )
         paths += found
     return paths
+
+
+def _matching(name: Path) -> list[Path]:
+    if name.is_dir():
+        return sorted(path for path in name.rglob("*") if path.is_file())
+    return [name] if name.is_file() else sorted(name.parent.glob(name.name))
 
 
 def read_file(path: Path, column: str) -> Iterator[str]:

@@ -2,15 +2,29 @@
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.pytorch_utils import Conv1D
 
 
 def count_parameters(model: nn.Module) -> int:
     """Number of parameters; a shared one counts once."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def count_non_embedding(model: Any) -> int:
+    """Weights of a language model's linear layers without its output layer's.
+
+    Norms and biases, less than a thousandth, do not count either: so MatFormer's Table 4 counts.
+
+    Args:
+        model: a transformers model.
+    """
+    layers = (m for m in model.base_model.modules() if isinstance(m, nn.Linear | Conv1D))
+    return sum(layer.weight.numel() for layer in layers)
 
 
 def count_macs(model: nn.Module, input_shape: Sequence[int]) -> int:

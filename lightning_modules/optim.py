@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -10,7 +11,10 @@ from transformers.optimization import get_scheduler
 
 
 def parameter_groups(
-    model: nn.Module, weight_decay: float, decay_vectors: bool = False
+    model: nn.Module,
+    weight_decay: float,
+    decay_vectors: bool = False,
+    never: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """Two groups: parameters that decay, and those that do not.
 
@@ -19,10 +23,11 @@ def parameter_groups(
             it has one (timm's do), counts as a vector.
         weight_decay: AdamW's decoupled decay, per unit of learning rate.
         decay_vectors: also decay biases, norms and other one-dimensional parameters.
+        never: names of further parameters that count as vectors.
     """
     decayed: list[nn.Parameter] = []
     kept: list[nn.Parameter] = []
-    never: set[str] = getattr(model, "no_weight_decay", set)()
+    never = {*never, *getattr(model, "no_weight_decay", set)()}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             spare = not decay_vectors and (parameter.ndim < 2 or name in never)
@@ -84,7 +89,11 @@ def training_steps(trainer: Any) -> int:
 
 
 def with_schedule(
-    optimizer: Optimizer, schedule: str, warmup_steps: float, total_steps: int
+    optimizer: Optimizer,
+    schedule: str,
+    warmup_steps: float,
+    total_steps: int,
+    schedule_args: dict[str, Any] | None = None,
 ) -> Any:
     """The optimizer with a learning rate that changes every step, as Lightning takes it.
 
@@ -94,6 +103,7 @@ def with_schedule(
             "constant_with_warmup", …
         warmup_steps: optimizer steps of linear warm-up from 0, or a share of all if below 1.
         total_steps: optimizer steps of the whole run.
+        schedule_args: further arguments of that schedule, such as {"min_lr_rate": 0.1}.
     """
     warmup = round(warmup_steps * total_steps if warmup_steps < 1 else warmup_steps)
     if warmup >= total_steps > 0:
@@ -102,7 +112,7 @@ def with_schedule(
             "peak: lower the warm-up, or train longer",
             stacklevel=2,
         )
-    scheduler = get_scheduler(schedule, optimizer, warmup, total_steps)
+    scheduler = get_scheduler(schedule, optimizer, warmup, total_steps, schedule_args)
     return {
         "optimizer": optimizer,
         "lr_scheduler": {"scheduler": scheduler, "interval": "step"},

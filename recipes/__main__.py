@@ -4,25 +4,29 @@ import importlib
 import sys
 
 from recipes.cli import main
+from recipes.ending import ending
 from recipes.messages import console
 
 # verb → the module whose main has the arguments behind it; with -c, predict is Lightning's
 VERBS = {
     "claims": "recipes.ledger",
     "export": "recipes.export",
+    "generate": "recipes.generate",
     "plan": "recipes.plan",
     "predict": "recipes.predict",
 }
 
 
 def dispatch() -> None:
-    """Run a verb of VERBS, or a stage."""
+    """Run a verb of VERBS, or a stage; after training, say where it is and what to do with it."""
     verb, arguments = " ".join(sys.argv[1:2]), sys.argv[2:]
     names_a_stage = any(one.partition("=")[0] in ("-c", "--config") for one in arguments)
     if verb in VERBS and not (verb == "predict" and names_a_stage):
         importlib.import_module(VERBS[verb]).main(arguments)
-    else:
-        main()
+        return
+    stage = main()
+    if verb == "fit" and stage.trainer.is_global_zero:
+        print(ending(stage.trainer, stage.model))
 
 
 if __name__ == "__main__":

@@ -4,10 +4,14 @@ MatFormer (arXiv 2310.07707), Section 3.4 and Appendix F.1: a submodel is consis
 both give the same greedy answer, and when the divergence of their output distributions is small.
 """
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import MeanMetric
+
+SCORED = 2**26  # logits that are scored at a time
 
 
 class SubmodelMetrics(nn.Module):
@@ -64,6 +68,31 @@ class SubmodelMetrics(nn.Module):
         for means in self.means:
             for mean in means.values():  # type: ignore[operator]
                 mean.reset()
+
+
+def score_tokens(
+    metrics: SubmodelMetrics,
+    models: Mapping[str, Callable[[Tensor], Tensor]],
+    batch: Mapping[str, Tensor],
+    vocabulary: int,
+) -> None:
+    """Add one batch of tokens, in pieces, so that a vocabulary of 256,000 fits.
+
+    Args:
+        metrics: receives them; an example is a token.
+        models: by label, tokens (B, L) to logits (B, L, V); the first is the reference.
+        batch: `input_ids` and `labels` (B, L); labels[:, 1:] are predicted.
+        vocabulary: V.
+    """
+    rows = max(1, SCORED // (batch["input_ids"].shape[1] * vocabulary))
+    for ids, labels in zip(
+        batch["input_ids"].split(rows), batch["labels"].split(rows), strict=True
+    ):
+        reference = None
+        for label, model in models.items():
+            logits = model(ids)[:, :-1].flatten(0, 1)
+            reference = logits if reference is None else reference
+            metrics.update(label, logits, labels[:, 1:].flatten(), reference)
 
 
 def classification_loss(logits: Tensor, targets: Tensor, kind: str) -> Tensor:

@@ -2,8 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_modules.counting import count_parameters
 from lightning_modules.matformer.kv_cache import KVCache
-from lightning_modules.matformer.nest import nesting_of, set_granularity
+from lightning_modules.matformer.nest import granularity, nesting_of
 
 
 class Slots:
@@ -62,18 +61,9 @@ class Reader:
         self.nested, self.chosen = model, chosen
         self.cache = KVCache() if cache is None else cache
 
-    @contextmanager
-    def set(self) -> Iterator[None]:
+    def set(self) -> AbstractContextManager:
         """The model at this reader's granularity."""
-        if self.chosen is None:
-            yield
-            return
-        before = [layer.granularity for layer in nesting_of(self.nested).layers]
-        set_granularity(self.nested, self.chosen)
-        try:
-            yield
-        finally:
-            set_granularity(self.nested, before)
+        return nullcontext() if self.chosen is None else granularity(self.nested, self.chosen)
 
     def read(self, slots: Slots, keep: int = 1) -> Tensor:
         """Logits (B, keep, V) after the last `keep` slots; what the cache lacks is read for it."""
@@ -137,20 +127,19 @@ def drafter(model: Any, draft: Any, layers: int | None, shared: KVCache | None) 
     if draft is None:
         return Reader(model, shared, layers=layers)
     nesting = nesting_of(model)
-    larger = [
-        (layer.name, small, large)
-        for layer, small, large in zip(
-            nesting.layers,
-            nesting.resolve(draft),
-            [layer.granularity for layer in nesting.layers],
-            strict=True,
-        )
-        if small > large
+    chosen = nesting.resolve(draft)
+    changed = [
+        (x, index)
+        for x, index in zip(nesting.layers, chosen, strict=True)
+        if index != x.granularity
     ]
-    if larger:
-        name, index, verifies = larger[0]
-        raise ValueError(
-            f"the draft {draft!r} is larger than the verifier: {name} is set to granularity "
-            f"{verifies} and would draft at {index}; set_granularity(model, …) to a larger one"
-        )
-    return Reader(model, shared if set(nesting.axes) == {"ffn"} else None, draft, layers)
+    for layer, index in changed:
+        if index > layer.granularity:
+            raise ValueError(
+                f"the draft {draft!r} is larger than the verifier: {layer.name} is set to "
+                f"granularity {layer.granularity} and would draft at {index}; "
+                "set_granularity(model, …) to a larger one"
+            )
+    # with fewer heads keys and values have another shape
+    shareable = all(layer.axis != "heads" for layer, _ in changed)
+    return Reader(model, shared if shareable else None, chosen, layers)

@@ -2,26 +2,24 @@
 
 from typing import Any, Literal
 
-import lightning as L
-import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 from lightning_modules.backbones import build_vision, shard
 from lightning_modules.matformer.consistency import SubmodelMetrics, classification_loss
+from lightning_modules.matformer.elastic_module import ElasticModule
 from lightning_modules.matformer.idle_tail import freeze_idle_tail
-from lightning_modules.matformer.joint import joint_losses
-from lightning_modules.matformer.nest import granularity, nest, nesting_of, set_granularity
+from lightning_modules.matformer.nest import granularity, nest
 from lightning_modules.optim import (
     build_optimizer,
     parameter_groups,
     training_steps,
     with_schedule,
 )
-from lightning_modules.weights import load_weights, refuse_another_model
+from lightning_modules.weights import load_weights
 
 
-class MatViT(L.LightningModule):
+class MatViT(ElasticModule):
     """A nested image classifier; with `fractions: null`, the plain model it is compared with.
 
     One step optimises L(M_i(x), y) for the granularity i that is set (MatFormer, arXiv
@@ -62,6 +60,9 @@ class MatViT(L.LightningModule):
         ValueError: for `joint` without fractions, or `split_batch` without `joint`.
     """
 
+    monitored = "accuracy"
+    identity = ("architecture", "model_args", "num_classes", "fractions", "part")
+
     def __init__(
         self,
         num_classes: int,
@@ -87,22 +88,11 @@ class MatViT(L.LightningModule):
         schedule: str = "cosine",
         granularity: list[int] | str | None = None,
     ):
-        super().__init__()
-        if split_batch and joint is None:
-            raise ValueError("split_batch needs joint: 'mean' or 'sum'; there is nothing to split")
-        if joint is not None and fractions is None:
-            raise ValueError(f"joint: {joint} needs fractions; a plain model has one granularity")
+        super().__init__(fractions, joint, split_batch)
         # where a run began is not what it is: loading it again must not download or need old files
         self.save_hyperparameters(ignore=["init_from", "pretrained", "granularity"])
         self.init_from, self.pretrained = init_from, pretrained
         self.granularity = granularity
-        self.model: nn.Module | None = None
-        self.metrics: SubmodelMetrics | None = None
-
-    @property
-    def settings(self) -> Any:
-        """The arguments of __init__."""
-        return self.hparams
 
     def configure_model(self) -> None:
         """Build the model once, on the process's device, and shard it where the strategy asks."""
@@ -123,122 +113,41 @@ class MatViT(L.LightningModule):
         self.model = model
         self.metrics = SubmodelMetrics(list(self.submodels))
 
-    @property
-    def submodels(self) -> dict[str, list[int] | None]:
-        """What validation scores, by label; the largest comes first and is the reference."""
-        if self.settings.fractions is None:
-            return {"all": None}
-        assert self.model is not None
-        nesting = nesting_of(self.model)
-        uniform = [nesting.resolve(name) for name in reversed(nesting.names)]
-        extra = [nesting.resolve(mix) for mix in self.settings.eval_granularities or []]
-        return {nesting.label(chosen): chosen for chosen in uniform + extra}
-
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, num_classes) of the granularity that is set, for images (B, 3, H, W)."""
-        assert self.model is not None
         return self.model(images)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Eq. 2 for the granularity that is set, or all granularities jointly."""
         images, targets = batch
-        if self.settings.joint is None:
-            loss = classification_loss(self(images), targets, self.settings.loss)
-        else:
-            loss = self._joint_loss(images, targets)
+        loss = self.training_loss(images, targets)
         self.log("train/loss", loss, prog_bar=True)
         return loss
 
-    def _joint_loss(self, images: Tensor, targets: Tensor) -> Tensor:
-        assert self.model is not None
-        count = len(nesting_of(self.model).names)
-        if self.settings.split_batch:
-            if len(images) < count:
-                raise ValueError(
-                    f"a batch of {len(images)} cannot be split over {count} granularities: "
-                    f"set data.batch_size to at least {count}"
-                )
-            # not chunk, which may return fewer pieces than it is asked for
-            pieces = list(zip(images.tensor_split(count), targets.tensor_split(count), strict=True))
-        else:
-            pieces = [(images, targets)] * count
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of a batch at the granularity that is set."""
+        return classification_loss(self(inputs), targets, self.settings.loss)
 
-        def loss_of(index: int) -> Tensor:
-            x, y = pieces[index]
-            return classification_loss(self(x), y, self.settings.loss)
-
-        total = torch.stack(joint_losses(self.model, loss_of)).sum()
-        return total / count if self.settings.joint == "mean" else total
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Score every submodel on the same batch."""
-        self._score(batch)
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Score every submodel on the same batch."""
-        self._score(batch)
-
-    def _score(self, batch: tuple[Tensor, Tensor]) -> None:
-        assert self.model is not None and self.metrics is not None
+    def score(self, batch: tuple[Tensor, Tensor]) -> None:
+        """Add a batch to the metrics of every submodel."""
+        assert self.metrics is not None
         images, targets = batch
         reference = None
         for label, chosen in self.submodels.items():
-            if chosen is not None:
-                set_granularity(self.model, chosen)
-            logits = self(images)
+            logits = self.submodel(chosen, images)
             reference = logits if reference is None else reference
             self.metrics.update(label, logits, targets, reference)
-        if self.settings.fractions is not None:
-            set_granularity(self.model, len(self.settings.fractions) - 1)
-
-    def on_validation_epoch_end(self) -> None:
-        """Report `val/accuracy_XL`, `val/loss_XL`, …, and `val/accuracy`, the largest one's."""
-        self._report("val")
-
-    def on_test_epoch_end(self) -> None:
-        """Report `test/accuracy_XL` and the rest."""
-        self._report("test")
-
-    def _report(self, stage: str) -> None:
-        assert self.metrics is not None
-        for place, (label, values) in enumerate(self.metrics.compute().items()):
-            suffix = "" if label == "all" else f"_{label}"
-            if suffix and place == 0:  # the same name for any granularities, to be monitored
-                self.log(f"{stage}/accuracy", values["accuracy"])
-            for name, value in values.items():
-                shown = name == "accuracy" and "*" not in label
-                self.log(f"{stage}/{name}{suffix}", value, prog_bar=shown)
-        self.metrics.reset()
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Logits (B, num_classes) of `granularity`."""
         if self.settings.fractions is None:
             return self(batch[0])
-        assert self.model is not None
         chosen = len(self.settings.fractions) - 1 if self.granularity is None else self.granularity
         with granularity(self.model, chosen):
             return self(batch[0])
 
-    def configure_callbacks(self) -> list[L.Callback]:
-        """The sampler of granularities, unless trainer.callbacks has one.
-
-        Raises:
-            ValueError: if there is one beside `joint`, which trains all granularities in each step.
-        """
-        from callbacks.granularity import GranularitySampling
-
-        given = any(isinstance(c, GranularitySampling) for c in self.trainer.callbacks)  # type: ignore[attr-defined]
-        if given and self.settings.joint is not None:
-            raise ValueError(
-                f"joint: {self.settings.joint} trains all granularities in each step: leave "
-                "GranularitySampling out of trainer.callbacks"
-            )
-        sampled = self.settings.fractions is not None and self.settings.joint is None
-        return [GranularitySampling()] if sampled and not given else []
-
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer over everything, with its schedule and the policy for idle slices."""
-        assert self.model is not None
         h = self.settings
         groups = parameter_groups(self.model, h.weight_decay, h.decay_vectors)
         optimizer = build_optimizer(h.optimizer, groups, h.lr, tuple(h.betas), h.momentum)
@@ -246,12 +155,3 @@ class MatViT(L.LightningModule):
             freeze_idle_tail(optimizer, self.model)
         total = training_steps(self.trainer)
         return with_schedule(optimizer, h.schedule, h.warmup_steps, total)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another model before its tensors are compared one by one.
-
-        Raises:
-            ValueError: naming what differs.
-        """
-        names = ("architecture", "model_args", "num_classes", "fractions", "part")
-        refuse_another_model(checkpoint, self.hparams, names)

@@ -128,7 +128,8 @@ def speculative_generate(
         verifier = Reader(model)
         drafting = drafter(model, draft, draft_layers, verifier.cache if share_cache else None)
         loop = _Loop(verifier, drafting, do_sample, temperature, generator, record)
-        cost = loop.relative_cost(input_ids) if draft_tokens == "adaptive" else 0.0
+        adapted = draft_tokens == "adaptive"
+        cost = relative_cost(verifier, drafting, input_ids) if adapted else 0.0
         slots = Slots(input_ids, mask, getattr(model.config, "max_position_embeddings", None))
         latest = loop.begin(slots)
         rows = [_Row(prompt, ends, stop, max_new_tokens) for prompt in input_ids]
@@ -271,14 +272,15 @@ class _Loop:
         rest = torch.where(rest.sum(1, keepdim=True) > 0, rest, p.gather(1, at)[:, 0])
         return accepted, torch.multinomial(rest, 1, generator=self.generator)[:, 0]
 
-    def relative_cost(self, input_ids: Tensor) -> float:
-        """Multiply-adds of the draft's pass over one token, over those of the verifier's."""
-        flops = []
-        for reader in (self.drafter, self.verifier):
-            with reader.set(), FlopCounterMode(display=False) as counter:
-                reader.model(input_ids[:1, :1], use_cache=False)
-            flops.append(counter.get_total_flops())
-        return flops[0] / flops[1]
+
+def relative_cost(verifier: Reader, drafting: Reader, input_ids: Tensor) -> float:
+    """Multiply-adds of the draft's pass over one token, over those of the verifier's."""
+    flops = []
+    for reader in (drafting, verifier):
+        with reader.set(), FlopCounterMode(display=False) as counter, torch.no_grad():
+            reader.model(input_ids[:1, :1], use_cache=False)
+        flops.append(counter.get_total_flops())
+    return flops[0] / flops[1]
 
 
 def _models(model: nn.Module, draft: Any) -> list[nn.Module]:

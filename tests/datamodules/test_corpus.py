@@ -127,6 +127,18 @@ def test_columns_text_and_patterns(tmp_path):
     assert texts == ["one, two", "three\nfour", 'say "hi"']
 
 
+def test_files_are_found_below_the_root_too(tmp_path, monkeypatch):
+    (tmp_path / "data" / "set").mkdir(parents=True)
+    (tmp_path / "data" / "set" / "a.txt").write_text("some text " * 9)
+    settings = {"length": 8, "cache": str(tmp_path / "cache")}
+    monkeypatch.setenv("RECIPES_DATA", str(tmp_path / "data"))
+    assert len(CorpusData("files", "set/a.txt", **settings).samples("train")) > 5
+    monkeypatch.setenv("RECIPES_DATA", str(tmp_path))
+    assert CorpusData("files", "set/*", root=str(tmp_path / "data"), **settings).samples("train")
+    with pytest.raises(FileNotFoundError, match="set/a.txt or .*/set/a.txt is not there"):
+        CorpusData("files", "set/a.txt", **settings).samples("train")
+
+
 def test_a_large_text_file_is_cut_at_line_ends(tmp_path):
     path = tmp_path / "large.txt"
     path.write_text("0123456789abcde\n" * (PIECE // 8))

@@ -44,6 +44,7 @@ STAGES = {
         *("--model.setting=paper", "--model.p=2.0", "--model.beta=1.0", "--model.warmup_steps=2"),
         *("--data.batch_size=208", VALIDATED),
     ],
+    "matformer/matlm": ["--data.max_bytes=60000", "--data.eval_tokens=1000", BY_STEPS],
     "pela/segmentation": SCENES,
     "pela/detection": SCENES,
 }

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from datamodules.image_folders import ImageFolderData
 from lightning_modules.matformer import MatViT, extract
 from recipes import cli
 from recipes.__main__ import dispatch
+from recipes.ending import ending
 from recipes.export import main as export
 from recipes.predict import Predictor, main, number
 
@@ -44,7 +46,7 @@ def pictures(tmp_path_factory):
     (folder / "new" / "deeper").mkdir(parents=True)
     for place, name in enumerate(COLORS):
         picture(name, 100 + place).save(folder / "new" / "deeper" / f"{name}.png")
-    cli.main(
+    run = cli.main(
         [
             *("fit", "-c", str(RECIPES / "matformer" / "folder.yaml")),
             f"--data.root={folder / 'data'}",
@@ -59,7 +61,21 @@ def pictures(tmp_path_factory):
         ]
     )
     shutil.rmtree(folder / "data")  # nothing but the checkpoint is left
+    (folder / "ending.txt").write_text(ending(run.trainer, run.model))
     return folder
+
+
+def test_the_end_of_a_run_names_its_checkpoints_and_what_to_do_with_them(pictures):
+    last, best, predict, export_ = (pictures / "ending.txt").read_text().splitlines()
+    run = pictures / "run"
+    assert last == f"last checkpoint: {run / 'last.ckpt'}"
+    found = re.fullmatch(r"best checkpoint: (.+\.ckpt) \(val/accuracy ([\d.]+)\)", best)
+    assert found and Path(found[1]).parent == run and found[1] != str(run / "last.ckpt")
+    saved = torch.load(found[1], weights_only=True)["callbacks"]
+    scores = [state["best_model_score"] for key, state in saved.items() if "val/accuracy" in key]
+    assert float(found[2]) == pytest.approx(float(scores[0]), rel=1e-3)
+    assert predict.endswith(f"python -m recipes predict --ckpt_path {found[1]} PATH")
+    assert export_.endswith(f"python -m recipes export {found[1]} FOLDER")
 
 
 class TestImages:

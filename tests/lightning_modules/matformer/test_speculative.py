@@ -10,7 +10,9 @@ from scipy.stats import chisquare
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from datamodules.tokens import train_tokenizer
+from lightning_modules.matformer import drafts
 from lightning_modules.matformer.drafts import first_layers
+from lightning_modules.matformer.nest import nest, set_granularity
 from lightning_modules.matformer.speculative import (
     SpeculationRecord,
     expected_speedup,
@@ -256,3 +258,50 @@ def test_a_sliding_window_is_refused():
     model = build("starcoder2", sliding_window=16)
     with pytest.raises(ValueError, match="cannot be cut back"):
         speculative_generate(model, prompts(), None, 8)
+
+
+AXES = {
+    "ffn": {"ffn": (1 / 8, 1 / 4, 1 / 2, 1)},
+    "heads": {"heads": (1 / 2, 1)},
+    "depth": {"depth": (1 / 3, 2 / 3, 1)},
+    "all": {"ffn": (1 / 4, 1), "heads": (1 / 2, 1), "depth": (2 / 3, 1)},
+}
+
+
+@pytest.mark.parametrize("share_cache", [True, False])
+@pytest.mark.parametrize("axes", AXES)
+def test_submodels_draft(axes, share_cache):
+    model, record = nest(build(initializer_range=0.15), AXES[axes]), SpeculationRecord()
+    ids = prompts()
+    expected = [greedy(model, row, 40) for row in ids.tolist()]
+    written = speculative_generate(model, ids, 0, 40, 3, share_cache, record=record)
+    assert written.tolist() == expected
+    assert 0 < record.acceptance < 1
+    assert all(layer.granularity == len(layer.widths) - 1 for layer in model.nesting.layers)
+
+
+def test_a_submodel_shares_the_cache_unless_it_has_fewer_heads(monkeypatch):
+    seen = []
+    monkeypatch.setattr(drafts.Reader, "read", spy(drafts.Reader.read, seen))
+    for axes, shared in {"ffn": True, "heads": False, "depth": True, "all": False}.items():
+        seen.clear()
+        speculative_generate(nest(build(), AXES[axes]), prompts(), 0, 6)
+        assert (len(set(map(id, seen))) == 1) is shared, axes
+
+
+def spy(read, seen):
+    def noted(self, *args, **kwargs):
+        seen.append(self.cache)
+        return read(self, *args, **kwargs)
+
+    return noted
+
+
+def test_any_granularity_may_verify():
+    model = nest(build(initializer_range=0.15), AXES["ffn"])
+    set_granularity(model, "L")
+    ids = prompts(1)
+    expected = greedy(model, ids[0].tolist(), 20)
+    assert speculative_generate(model, ids, [0, 1, 2], 20)[0].tolist() == expected
+    with pytest.raises(ValueError, match="would draft at 3; set_granularity"):
+        speculative_generate(model, ids, [0, 0, 3], 20)

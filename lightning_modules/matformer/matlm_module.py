@@ -1,0 +1,197 @@
+"""Training an elastic language model (MatLM)."""
+
+import json
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightning_modules.backbones import build_text, shard
+from lightning_modules.matformer.consistency import SubmodelMetrics, score_tokens
+from lightning_modules.matformer.elastic_module import ElasticModule
+from lightning_modules.matformer.idle_tail import freeze_idle_tail
+from lightning_modules.matformer.nest import nest
+from lightning_modules.optim import (
+    build_optimizer,
+    parameter_groups,
+    training_steps,
+    with_schedule,
+)
+from lightning_modules.weights import load_weights
+
+
+class MatLM(ElasticModule):
+    """A nested decoder of transformers; with `fractions: null`, the plain model beside it.
+
+    One step minimises the next-token loss of the granularity that is set (MatFormer, arXiv
+    2310.07707, Eq. 2). The callback GranularitySampling sets it: it comes with the module, and one
+    in trainer.callbacks, with other probabilities for example, takes its place. With `distill` = λ
+    the loss is
+
+        (1 - λ) · cross-entropy + λ · KL(teacher ‖ submodel)
+
+    where the teacher is the frozen original, which the callback FrozenTeacher gives.
+
+    Batches are dicts with `input_ids` and `labels` (B, L); labels[:, 1:] are predicted from
+    input_ids[:, :-1], and -100 is left out.
+
+    Args:
+        architecture: a hub name, a folder with config.json, or a model type such as "starcoder2".
+        model_args: values of its configuration.
+        pretrained: start from the weights of that name or folder. Not part of the checkpoint.
+        init_from: start from the weights of a checkpoint, state_dict or safetensors file. Likewise.
+        config: the whole configuration, as the checkpoint keeps it; made of the two above if null.
+        fractions: share of the hidden neurons ("ffn"), groups of heads ("heads") or blocks
+            ("depth") at each granularity; null for a plain model.
+        joint: null trains the granularity that is drawn. "mean" or "sum" puts every batch through
+            all granularities and takes the mean or sum of their losses.
+        split_batch: with `joint`, cut the batch into one piece for each granularity instead of
+            giving all of it to each (DynaBERT's training as Appendix B.4 describes it).
+        distill: λ above.
+        teacher_from: name or folder of the teacher; `architecture` when null.
+        idle_tail: what AdamW does to the slices a step did not use: "frozen" leaves them as they
+            were, "moving" lets momentum and weight decay act on them.
+        eval_granularities: submodels to validate besides the uniform ones: lists with one index
+            per layer.
+        lr: peak learning rate.
+        betas: of AdamW.
+        weight_decay: decoupled; norms, biases and embeddings are spared.
+        warmup_steps: optimizer steps, or a share of all if below 1.
+        schedule: "cosine_warmup_with_min_lr", "linear", "constant_with_warmup", …
+        schedule_args: of transformers' get_scheduler, such as {min_lr_rate: 0.1}.
+    """
+
+    def __init__(
+        self,
+        architecture: str = "starcoder2",
+        model_args: dict[str, Any] | None = None,
+        pretrained: bool = False,
+        init_from: str | None = None,
+        config: dict[str, Any] | None = None,
+        fractions: dict[str, list[float]] | None = None,
+        joint: Literal["mean", "sum"] | None = None,
+        split_batch: bool = False,
+        distill: float = 0.0,
+        teacher_from: str | None = None,
+        idle_tail: Literal["frozen", "moving"] = "frozen",
+        eval_granularities: list[list[int]] | None = None,
+        lr: float = 1e-3,
+        betas: list[float] = [0.9, 0.95],  # noqa: B006
+        weight_decay: float = 0.01,
+        warmup_steps: float = 0,
+        schedule: str = "cosine",
+        schedule_args: dict[str, Any] | None = None,
+    ):
+        super().__init__(fractions, joint, split_batch)
+        if not 0 <= distill <= 1:
+            raise ValueError(f"distill is {distill}, expected a share of the loss from 0 to 1")
+        # where a run began is not what it is: loading it again must not download or need old files
+        self.save_hyperparameters(ignore=["init_from", "pretrained", "teacher_from"])
+        self.init_from, self.pretrained, self.teacher_from = init_from, pretrained, teacher_from
+        self.teacher: Any = None
+
+    def configure_model(self) -> None:
+        """Build the model once, on the process's device, and shard it where the strategy asks."""
+        if self.model is not None:
+            return
+        h = self.settings
+        if h.config is None:
+            model: Any = build_text(h.architecture, "causal", h.model_args or {}, self.pretrained)
+            h.config = json.loads(model.config.to_json_string(use_diff=False))
+        else:
+            config = AutoConfig.for_model(**h.config)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        self._match_tokenizer(model)
+        if self.init_from is not None:
+            load_weights(model, self.init_from)
+        if h.fractions is not None:
+            nest(model, h.fractions)
+        if self.device_mesh is not None:
+            shard(model, self.device_mesh["data_parallel"])
+        self.model = model
+        self.metrics = SubmodelMetrics(list(self.submodels))
+
+    def _match_tokenizer(self, model: Any) -> None:
+        data = getattr(self._trainer, "datamodule", None) if self._trainer else None
+        tokens = getattr(data, "vocab_size", None)
+        if tokens is not None and tokens > model.config.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {tokens} tokens and the model embeds "
+                f"{model.config.vocab_size}: set data.tokenizer to the model's own, or vocab_size "
+                "in model.model_args and data alike"
+            )
+
+    def build_teacher(self) -> nn.Module:
+        """The original with its weights, for the callback FrozenTeacher."""
+        h = self.settings
+        return build_text(self.teacher_from or h.architecture, "causal", h.model_args or {}, True)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits (B, L, V) of the granularity that is set, for tokens (B, L)."""
+        return self.model(input_ids, use_cache=False).logits
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Eq. 2 for the granularity that is set, or all granularities jointly."""
+        loss = self.training_loss(batch["input_ids"], batch["labels"])
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Of labels (B, L) after tokens (B, L), at the granularity that is set."""
+        share = self.settings.distill
+        logits = self(inputs)[:, :-1].flatten(0, 1).float()
+        targets = targets[:, 1:].flatten()
+        loss = F.cross_entropy(logits, targets)
+        if not share:
+            return loss
+        if self.teacher is None:
+            raise ValueError(
+                "MatLM has no teacher: add callbacks.frozen_teacher.FrozenTeacher to "
+                "trainer.callbacks, or set model.distill to 0"
+            )
+        with torch.no_grad():
+            taught = self.teacher(inputs, use_cache=False).logits[:, :-1].flatten(0, 1).float()
+        divergence = F.kl_div(
+            logits.log_softmax(-1), taught.log_softmax(-1), reduction="none", log_target=True
+        ).sum(-1)
+        return (1 - share) * loss + share * divergence[targets != -100].mean()
+
+    def score(self, batch: dict[str, Tensor]) -> None:
+        """Add a batch to the metrics of every submodel."""
+        assert self.metrics is not None
+        models = {label: partial(self.submodel, chosen) for label, chosen in self.submodels.items()}
+        score_tokens(self.metrics, models, batch, self.model.config.vocab_size)
+
+    def averages(self) -> dict[str, dict[str, Tensor]]:
+        """Those of every method, and perplexity."""
+        averages = super().averages()
+        return {
+            label: {**values, "perplexity": values["loss"].exp()}
+            for label, values in averages.items()
+        }
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """The optimizer over everything, with its schedule and the policy for idle slices."""
+        h = self.settings
+        modules = self.model.named_modules()
+        embeddings = [f"{name}.weight" for name, m in modules if isinstance(m, nn.Embedding)]
+        groups = parameter_groups(self.model, h.weight_decay, never=embeddings)
+        optimizer = build_optimizer("adamw", groups, h.lr, tuple(h.betas))
+        if h.fractions is not None and h.joint is None and h.idle_tail == "frozen":
+            freeze_idle_tail(optimizer, self.model)
+        total = training_steps(self.trainer)
+        return with_schedule(optimizer, h.schedule, h.warmup_steps, total, h.schedule_args)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the tokenizer, so that the checkpoint can write text by itself."""
+        tokenizer: Any = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
+        if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+            checkpoint["tokenizer"] = {
+                "json": backend.to_str(),
+                "eos_token": tokenizer.eos_token,
+                "pad_token": tokenizer.pad_token,
+            }

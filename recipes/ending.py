@@ -1,0 +1,37 @@
+"""What a finished training leaves, and the commands that go on from there."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from callbacks.adapter import SaveAdapter, best_checkpoint
+
+
+def ending(trainer: L.Trainer, module: L.LightningModule) -> str:
+    """Where the last and the best checkpoint are, the best score, and what to do with them.
+
+    Args:
+        trainer: after `fit`.
+        module: that was trained.
+    """
+    folders = [Path(one.dirpath) for one in trainer.checkpoint_callbacks if one.dirpath]  # type: ignore[attr-defined]
+    last = next((f / "last.ckpt" for f in folders if (f / "last.ckpt").is_file()), None)
+    best = best_checkpoint(trainer)
+    lines = [] if last is None else [f"last checkpoint: {last}"]
+    for callback in trainer.checkpoint_callbacks:
+        one: Any = callback
+        if best is not None and Path(getattr(one, "best_model_path", "")) == best:
+            lines.append(f"best checkpoint: {best} ({one.monitor} {one.best_model_score:.4g})")
+            break
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    for one in callbacks:
+        if isinstance(one, SaveAdapter) and hasattr(module.model, "vera"):
+            folder = one.folder or Path(trainer.default_root_dir) / "adapter"
+            lines.append(f"adapter:         {folder}")
+    if chosen := best or last:
+        lines += [
+            f"to predict:      python -m recipes predict --ckpt_path {chosen} PATH",
+            f"to export:       python -m recipes export {chosen} FOLDER",
+        ]
+    return "\n".join(lines)

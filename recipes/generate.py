@@ -1,0 +1,136 @@
+"""Text from a trained language model, with a draft if one is named.
+
+python -m recipes generate runs/…/last.ckpt --prompt 'def main(' --draft S
+python -m recipes generate FOLDER --prompt 'Once upon a time' --draft OTHER_FOLDER --sample
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from datamodules.tokens import load_tokenizer
+from lightning_modules.backbones import build_text
+from lightning_modules.matformer import MatLM, set_granularity
+from lightning_modules.matformer.speculative import SpeculationRecord, speculative_generate
+
+
+def main(argv: Sequence[str] | None = None) -> str:
+    """Write a continuation of a prompt to the standard output, and return it.
+
+    Raises:
+        ValueError: for arguments that do not fit the model.
+        FileNotFoundError: there is no such checkpoint or folder.
+    """
+    options = command_line().parse_args(argv)
+    model, tokenizer = load(options.model)
+    if options.granularity is not None:
+        set_granularity(model, granularity(options.granularity))
+    prompt = sys.stdin.read() if options.prompt is None else options.prompt
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
+    if not ids.numel():
+        raise ValueError("the prompt is empty: give --prompt TEXT, or text on the standard input")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    draft: Any = None
+    if options.draft is not None:
+        named = Path(options.draft).exists()
+        draft = load(options.draft)[0].to(device) if named else granularity(options.draft)
+    drafts = options.draft is not None or options.draft_layers is not None
+    record = SpeculationRecord()
+    start = time.perf_counter()
+    written = speculative_generate(
+        model.to(device),
+        ids.to(device),
+        draft,
+        options.tokens,
+        draft_length(options.draft_tokens) if drafts else 0,
+        do_sample=options.sample,
+        draft_layers=options.draft_layers,
+        temperature=options.temperature,
+        eos_token_id=tokenizer.eos_token_id,
+        stop_strings=options.stop,
+        tokenizer=tokenizer,
+        generator=torch.Generator(device).manual_seed(options.seed),
+        record=record,
+    )[0, ids.shape[1] :].tolist()
+    seconds = time.perf_counter() - start
+    text = tokenizer.decode(written, skip_special_tokens=True)
+    print(text)
+    summary = f"{len(written)} tokens, {len(written) / seconds:.1f} a second"
+    if drafts:
+        summary += (
+            f"; {record.acceptance:.0%} of the drafted tokens accepted, "
+            f"{len(written) / max(1, record.rounds):.2f} tokens a pass of the verifier"
+        )
+    print(summary, file=sys.stderr)
+    return text
+
+
+def command_line() -> argparse.ArgumentParser:
+    """The verb's arguments."""
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes generate",
+        description="Text from a trained language model, with a draft if one is named.",
+    )
+    add = parser.add_argument
+    add("model", metavar="CKPT", help="a checkpoint of MatLM, or a folder of transformers")
+    add("--prompt", metavar="TEXT", help="by default what comes on the standard input")
+    add("--tokens", type=int, default=128, metavar="N", help="at most so many; default 128")
+    add("--granularity", metavar="G", help="what verifies: XL (default), L, … or 0,0,1,1 by layer")
+    add("--draft", metavar="G", help="what drafts: a granularity, a checkpoint or a folder")
+    add("--draft-layers", type=int, metavar="N", help="the draft stops after so many layers")
+    add(
+        "--draft-tokens", default="4", metavar="K", help="drafted at a time, or adaptive; default 4"
+    )
+    add("--sample", action="store_true", help="draw tokens instead of taking the likeliest")
+    add("--temperature", type=float, default=1.0, metavar="T", help="of the samples; default 1")
+    add("--seed", type=int, default=0, help="of the samples; default 0")
+    add("--stop", action="append", default=[], metavar="TEXT", help="ends the text; repeatable")
+    return parser
+
+
+def load(source: str) -> tuple[Any, Any]:
+    """A decoder and its tokenizer, from a checkpoint of MatLM or a folder of transformers.
+
+    Raises:
+        FileNotFoundError: there is no such file or folder.
+        ValueError: the checkpoint holds no MatLM, or no tokenizer.
+    """
+    path = Path(source)
+    if path.is_dir():
+        return build_text(source, "causal", {}, pretrained=True).eval(), load_tokenizer(source)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{source} is not there: give a checkpoint (runs/…/checkpoints/last.ckpt) or a folder"
+        )
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    told = checkpoint.get("tokenizer")
+    if told is None or "config" not in checkpoint.get("hyper_parameters", {}):
+        raise ValueError(
+            f"{source} is no checkpoint of MatLM with its tokenizer: give one that "
+            "recipes.matformer.matlm or recipes.matformer.elastic has written"
+        )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(told["json"]),
+        eos_token=told["eos_token"],
+        pad_token=told["pad_token"],
+    )
+    model = MatLM.load_from_checkpoint(path, map_location="cpu").model
+    return model.eval(), tokenizer
+
+
+def granularity(text: str) -> str | list[int]:
+    """ "S" or "0,0,1,3" as `set_granularity` takes it."""
+    parts = text.split(",")
+    return [int(part) for part in parts] if all(part.isdigit() for part in parts) else text
+
+
+def draft_length(text: str) -> Any:
+    """A number of tokens, or "adaptive"."""
+    return int(text) if text.isdigit() else text

@@ -1,0 +1,86 @@
+"""Trained language models of this method: how to take them and score them side by side."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_modules.counting import count_non_embedding, count_parameters
+from lightning_modules.matformer import MatLM, extract, set_granularity
+from lightning_modules.matformer.consistency import SubmodelMetrics, score_tokens
+from lightning_modules.matformer.nest import nesting_of
+from recipes.results import Row
+
+Model = Callable[[Tensor], Tensor]  # tokens (B, L) to logits (B, L, V)
+
+
+def device() -> torch.device:
+    """A GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load(checkpoint: Path) -> Any:
+    """The decoder of a stage's checkpoint, nested or plain, ready to evaluate."""
+    module = MatLM.load_from_checkpoint(checkpoint, map_location="cpu")
+    return module.model.to(device()).eval()
+
+
+def submodels(model: nn.Module, chosen: Iterable[Sequence[int]]) -> dict[str, Model]:
+    """Submodels of a nested model by label; they share its weights."""
+    nesting = nesting_of(model)
+    return {nesting.label(mix): partial(_logits, model, list(mix)) for mix in chosen}
+
+
+def plain(model: nn.Module) -> Model:
+    """The largest submodel of a nested model, or a plain model."""
+    return partial(_logits, model, None)
+
+
+def _logits(model: Any, chosen: list[int] | None, ids: Tensor) -> Tensor:
+    if chosen is not None:
+        set_granularity(model, chosen)
+    return model(ids, use_cache=False).logits
+
+
+@torch.no_grad()
+def score(
+    models: Mapping[str, Model], loader: Iterable[Mapping[str, Tensor]], vocabulary: int
+) -> dict[str, dict[str, float]]:
+    """Loss, perplexity, agreement and KL of several models in one pass over the data.
+
+    Args:
+        models: by label; the first is the reference that the others are compared with.
+        loader: batches of `input_ids` and `labels`.
+        vocabulary: number of tokens.
+    """
+    metrics = SubmodelMetrics(list(models)).to(device())
+    for batch in loader:
+        on_device = {name: values.to(device()) for name, values in batch.items()}
+        score_tokens(metrics, models, on_device, vocabulary)
+    return {
+        label: {
+            "loss": values["loss"].item(),
+            "perplexity": values["loss"].exp().item(),
+            "agreement": values["agreement"].item(),
+            "kl": values["kl"].item(),
+        }
+        for label, values in metrics.compute().items()
+    }
+
+
+def sizes(model: Any, granularity: Sequence[int] | None) -> dict[str, int]:
+    """Parameters of a submodel, of a plain model with None; with and without embeddings."""
+    small = model if granularity is None else extract(model, granularity)
+    return {"parameters": count_parameters(small), "non_embedding": count_non_embedding(small)}
+
+
+def rows_of(
+    method: str, scores: Mapping[str, Mapping[str, float]], costs: Mapping[str, Mapping[str, float]]
+) -> Iterator[Row]:
+    """A line for each number: `row` is the method, `set` the size."""
+    for label, values in scores.items():
+        for metric, value in {**values, **costs[label]}.items():
+            yield Row(method, metric, value, set=label)

@@ -1,0 +1,119 @@
+"""The scaling law of language models, fitted to the tidy table.
+
+MatFormer (arXiv 2310.07707), Section 4.1 and Table 3: Loss(N, D) = a · (N·D)^b + c, with N the
+parameters without embeddings and D the tokens of the training.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from matplotlib import pyplot as plt
+from numpy.typing import NDArray
+from scipy.optimize import OptimizeWarning, curve_fit
+
+from recipes.experiment import Run
+from recipes.tables import Table
+
+PAPER = {"matlm": (21.60, -0.13, 1.33), "independent": (14.08, -0.10, 0.89)}  # Table 3
+
+
+@dataclass(frozen=True)
+class Fit:
+    """a, b and c with their standard errors, and the root mean squared error of the fit."""
+
+    values: tuple[float, float, float]
+    errors: tuple[float, float, float]
+    rmse: float
+
+    def predict(self, compute: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The loss at N·D."""
+        return law(compute, *self.values)
+
+
+def law(compute: NDArray[np.float64], a: float, b: float, c: float) -> NDArray[np.float64]:
+    """a · (N·D)^b + c."""
+    return a * compute**b + c
+
+
+def fit(compute: NDArray[np.float64], losses: NDArray[np.float64]) -> Fit:
+    """Least squares for a, b and c.
+
+    The scale of N·D is taken out first, so that a (the law at N·D = 1, far outside the data) does
+    not hide b and c from the optimiser; its error is that of the whole transformation.
+
+    Args:
+        compute: N·D of each model.
+        losses: of each model.
+
+    Raises:
+        ValueError: there are fewer than four models, or they do not follow such a law.
+    """
+    if len(losses) < 4:
+        raise ValueError(f"{len(losses)} models, expected four or more for a law of three numbers")
+    centre = float(np.exp(np.log(compute).mean()))
+    start = (max(float(np.ptp(losses)), 1e-3), -0.1, float(losses.min()) - 0.1)
+    bounds = ([0, -2, 0], [np.inf, 0, np.inf])
+    try:
+        found, covariance = curve_fit(
+            law, compute / centre, losses, start, bounds=bounds, maxfev=20_000
+        )
+    except (RuntimeError, OptimizeWarning) as error:
+        raise ValueError(f"the losses follow no such law ({error})") from error
+    scaled, b, c = (float(value) for value in found)
+    a = scaled * centre**-b
+    # a depends on both: da = centre^-b · d(scaled) - a · ln(centre) · db
+    gradient = np.array([centre**-b, -a * np.log(centre), 0.0])
+    error_a = float(np.sqrt(gradient @ covariance @ gradient))
+    _, error_b, error_c = np.sqrt(np.diag(covariance))
+    rmse = float(np.sqrt(np.mean((law(compute, a, b, c) - losses) ** 2)))
+    return Fit((a, b, c), (error_a, float(error_b), float(error_c)), rmse)
+
+
+def points(table: pd.DataFrame, row: str) -> pd.DataFrame:
+    """N·D and loss of every size of a method, each seed by itself."""
+    lines = table[(table["row"] == row) & table["metric"].isin(["loss", "non_embedding", "tokens"])]
+    wide = lines.pivot_table(index=["seed", "set"], columns="metric", values="value").dropna()
+    # the same training may stand there as a main row and as a width
+    wide["compute"] = wide["non_embedding"] * wide["tokens"]
+    return wide.reset_index().drop_duplicates(["seed", "compute", "loss"])
+
+
+def fit_report(table: pd.DataFrame, run: Run, titles: Mapping[str, str]) -> list[str]:
+    """The law of each method over its widths, a plot, and Table 3 beside it."""
+    if not table["set"].str.contains(" d").any():
+        return []
+    figure, axis = plt.subplots(figsize=(6, 4.2))
+    rows = []
+    for place, (row, title) in enumerate(titles.items()):
+        found = points(table, row)
+        compute, losses = found["compute"].to_numpy(float), found["loss"].to_numpy(float)
+        axis.plot(compute, losses, "o", color=f"C{place}", label=title)
+        try:
+            law_of_row = fit(compute, losses)
+        except ValueError as error:
+            rows.append([title, str(error), "", "", "", ""])
+            continue
+        line = np.geomspace(compute.min(), compute.max(), 100)
+        axis.plot(line, law_of_row.predict(line), color=f"C{place}")
+        cells = [
+            f"{value:.3g} ± {error:.2g}"
+            for value, error in zip(law_of_row.values, law_of_row.errors, strict=True)
+        ]
+        paper = " / ".join(f"{value:g}" for value in PAPER[row])
+        rows.append([title, str(len(found)), *cells, f"{law_of_row.rmse:.2g}", paper])
+    axis.set(xscale="log", xlabel="N·D", ylabel="validation loss, nats a token")
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(run.out / "scaling.png", dpi=150)
+    plt.close(figure)
+    header = ["", "models", "a", "b", "c", "error of the fit", "paper's a / b / c"]
+    return [
+        "## Scaling law",
+        "Loss = a · (N·D)^b + c by least squares, ± standard error; N are the parameters without "
+        "embeddings, D the tokens of the training that the model is from. All four granularities "
+        "of MatLM are points.",
+        Table(header, rows).markdown(),
+        "![loss against N·D](scaling.png)",
+    ]

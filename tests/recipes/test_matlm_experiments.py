@@ -1,0 +1,203 @@
+"""MatLM's experiments from the command line to the report, and what their checkpoints write."""
+
+import cpu_torchvision  # noqa: F401
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lightning_modules.matformer import set_granularity
+from lightning_modules.matformer.speculative import speculative_generate
+from recipes import generate
+from recipes.matformer import elastic, matlm, scaling
+from recipes.matformer.language import load
+from recipes.records import read_record
+from recipes.results import read
+
+SMALLER = ["--trainer.max_steps=8", "--data.max_bytes=60000", "--data.eval_tokens=1500"]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    """A folder for all runs, in which they also keep their token files."""
+    return tmp_path_factory.mktemp("runs")
+
+
+def run(experiment, out, *flags):
+    cache = f"--data.cache={out / 'corpora'}"
+    return experiment.main(["--out", str(out), *SMALLER, cache, *flags])
+
+
+@pytest.fixture(scope="module")
+def trained(out):
+    rows = "matlm,joint,per_layer,heads,independent,p .17/.20/.22/.41"
+    return run(matlm, out, "--rows", rows)
+
+
+def values(table, metric):
+    """By row and set."""
+    lines = table[table["metric"] == metric]
+    return {(line.row, line.set): line.value for line in lines.itertuples()}
+
+
+def test_every_row_has_its_tokens_and_its_sizes(trained):
+    table = read(trained.out)
+    rows = {"matlm", "joint", "per_layer", "heads", "independent", "p .17/.20/.22/.41"}
+    tokens, loss = values(table, "tokens"), values(table, "loss")
+    for row in rows:
+        for size in ("S", "M", "L", "XL"):
+            # 8 steps of 8 blocks of 64 tokens are 4X
+            assert tokens[row, size] == (1024 if row == "independent" else 4096)
+            assert 0 < loss[row, size] < 7
+    assert values(table, "perplexity")["matlm", "S"] == pytest.approx(np.exp(loss["matlm", "S"]))
+    assert values(table, "agreement")["matlm", "XL"] == 1
+    d, inner = 32, {"S": 16, "M": 32, "L": 64, "XL": 128}
+    parameters = values(table, "non_embedding")
+    for row in ("matlm", "independent"):
+        for size, neurons in inner.items():
+            assert parameters[row, size] == 4 * (4 * d * d + 2 * d * neurons)
+    assert parameters["heads", "S"] == 4 * (4 * d * d // 4 + 2 * d * 128)
+
+
+def test_each_training_made_the_updates_that_are_due(trained):
+    def updates(name):
+        file = trained.out / "seed0" / name / "checkpoints" / "last.ckpt"
+        return torch.load(file, weights_only=True, mmap=True)["global_step"]
+
+    assert updates("matlm") == updates("per_layer") == updates("heads") == 8
+    assert updates("joint") == updates("independent_S") == updates("independent_XL") == 2
+
+
+def test_orders_cost_the_same_and_search_is_within_the_budget(trained):
+    table = read(trained.out)
+    neurons, loss = values(table, "hidden neurons"), values(table, "loss at budget")
+    for budget in matlm.BUDGETS:
+        same = {neurons[order, budget] for order in matlm.ORDERS}
+        assert len(same) == 1
+        assert neurons["search", budget] <= min(same) and neurons["steep", budget] <= min(same)
+        assert all(0 < loss[name, budget] < 7 for name in (*matlm.ORDERS, "steep", "search"))
+    assert 0 <= values(table, "acceptance")["matlm", ""] <= 1
+
+
+def test_the_report_is_made_of_the_table(trained):
+    text = (trained.out / "report.md").read_text()
+    assert text.count("| --- |") == 4 and "loss.png" in text and "A smoke test" in text
+    assert (trained.out / "loss.png").stat().st_size > 5000
+
+
+def test_a_finished_run_trains_nothing(trained, out, monkeypatch):
+    def fail(*args, **kwargs):
+        raise AssertionError("a finished stage was trained again")
+
+    monkeypatch.setattr("recipes.runner.run_stage", fail)
+    again = run(matlm, out, "--rows", "matlm,independent")
+    assert read_record(again.out / "seed0" / "matlm")
+
+
+def test_widths_give_a_scaling_law(out):
+    folder = run(matlm, out, "--rows", "widths").out
+    sizes = {one for _, one in values(read(folder), "loss") if " d" in one}
+    assert {"S d8", "XL d8", "S d16", "XL d24", "XL d32"} <= sizes
+    assert "## Scaling law" in (folder / "report.md").read_text()
+
+
+def test_the_law_is_found_again():
+    compute = np.geomspace(1e10, 1e16, 12)
+    noise = np.random.default_rng(0).normal(0, 1e-3, 12)
+    found = scaling.fit(compute, scaling.law(compute, 21.6, -0.13, 1.33) + noise)
+    for value, error, true in zip(found.values, found.errors, (21.6, -0.13, 1.33), strict=True):
+        assert abs(value - true) < 4 * error and 0 < error < 0.2 * abs(true)
+    assert found.rmse == pytest.approx(1e-3, rel=0.5)
+    with pytest.raises(ValueError, match="3 models, expected four or more"):
+        scaling.fit(compute[:3], compute[:3])
+
+
+def test_a_checkpoint_writes_text_by_itself(trained, capsys):
+    file = trained.out / "seed0" / "matlm" / "checkpoints" / "last.ckpt"
+    plain = generate.main([str(file), "--prompt", "def main(", "--tokens", "20"])
+    drafted = generate.main([str(file), "--prompt", "def main(", "--tokens", "20", "--draft", "S"])
+    assert plain == drafted
+    assert "of the drafted tokens accepted" in capsys.readouterr().err
+    short = ["--draft-layers", "2", "--draft-tokens", "adaptive", "--granularity", "L"]
+    generate.main([str(file), "--prompt", "a", "--tokens", "5", *short])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere.ckpt", "--prompt", "a"], "nowhere.ckpt is not there"),
+        (["CKPT", "--prompt", ""], "the prompt is empty"),
+        (["CKPT", "--prompt", "a", "--draft", "tiny"], "unknown granularity 'tiny'"),
+        (["CKPT", "--prompt", "a" * 120, "--draft", "S"], "more than the 128 positions"),
+        (["CKPT", "--prompt", "a", "--granularity", "0,1"], "has 2 entries"),
+        (["CKPT", "--prompt", "a", "--granularity", "S", "--draft", "L"], "larger than the verif"),
+    ],
+)
+def test_what_cannot_be_written_is_said(trained, arguments, said):
+    file = str(trained.out / "seed0" / "matlm" / "checkpoints" / "last.ckpt")
+    with pytest.raises((ValueError, FileNotFoundError), match=said):
+        generate.main([*(file if one == "CKPT" else one for one in arguments), "--tokens", "20"])
+
+
+def test_another_file_is_no_checkpoint_of_matlm(tmp_path):
+    torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
+    with pytest.raises(ValueError, match="no checkpoint of MatLM"):
+        generate.load(str(tmp_path / "other.ckpt"))
+
+
+@pytest.fixture(scope="module")
+def made_elastic(out):
+    return run(elastic, out, "--elastic.trainer.max_steps=4")
+
+
+def test_sorting_changes_the_order_and_not_the_function(made_elastic):
+    table = read(made_elastic.out)
+    loss = values(table, "loss")
+    assert loss["as it stands", "XL"] == pytest.approx(loss["untouched", "XL"], abs=1e-5)
+    assert loss["sorted, untrained", "XL"] == pytest.approx(loss["untouched", "XL"], abs=1e-5)
+    assert loss["sorted, untrained", "S"] != loss["as it stands", "S"]
+    for row in ("elastic", "distilled", "unsorted"):
+        assert {size for one, size in loss if one == row} >= {"S", "M", "L", "XL", "S*2+M*2"}
+    assert ("dense", "XL") in loss and ("dense", "S") not in loss
+
+
+def test_slices_name_the_widths_of_every_size(made_elastic):
+    folder = made_elastic.out / "seed0" / "sizes of elastic"
+    slices = {one["name"]: one for one in json.loads((folder / "slices.json").read_text())}
+    assert set(slices["S*2+M*2"]["widths"].values()) == {16, 32}
+    assert slices["S"]["parameters"] < slices["S*2+M*2"]["parameters"] < slices["XL"]["parameters"]
+    assert slices["S"]["loss"] == pytest.approx(values(read(folder), "loss")["elastic", "S"])
+
+
+LOAD = """
+import cpu_torchvision  # a cure for this environment; the folder needs nothing of it
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+ids = AutoTokenizer.from_pretrained(sys.argv[1])("import os", return_tensors="pt").input_ids
+torch.save((ids, model(ids).logits), sys.argv[2])
+assert not any(name.startswith(("recipes", "lightning_modules")) for name in sys.modules)
+"""
+
+
+def test_exports_load_where_this_repository_is_not(made_elastic, tmp_path):
+    seed = made_elastic.out / "seed0"
+    command = [sys.executable, "-I", "-c", LOAD, str(seed / "sizes of elastic" / "S")]
+    subprocess.run([*command, str(tmp_path / "logits.pt")], check=True, cwd=tmp_path)
+    ids, logits = torch.load(tmp_path / "logits.pt")
+    model = load(seed / "elastic" / "checkpoints" / "last.ckpt")
+    set_granularity(model, "S")
+    assert torch.allclose(model(ids.to(model.device)).logits.cpu(), logits, atol=1e-5)
+
+
+def test_two_exports_draft_for_each_other(made_elastic):
+    folder = made_elastic.out / "seed0" / "sizes of elastic"
+    large, small = (AutoModelForCausalLM.from_pretrained(folder / size) for size in ("XL", "S"))
+    ids = torch.randint(259, (2, 10))
+    alone = speculative_generate(large, ids, None, 20, draft_tokens=0)
+    assert torch.equal(speculative_generate(large, ids, small, 20), alone)
