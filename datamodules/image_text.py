@@ -30,7 +30,8 @@ class ImageTextData(PartsData):
     """Where pictures and lists lie, how pictures are made and which tokenizer reads the texts.
 
     Args:
-        root: the folder of the data; `folder_name` in $RECIPES_DATA when None.
+        root: the folder of the data; $RECIPES_DATA when None.
+        name: the folder in it that the lists are in.
         source: "folder" reads `root`; "generated" writes coloured shapes and reads them.
         files: part → list files, relative to root; what the class knows of when None.
         images: the folder that the lists' paths begin in, relative to root.
@@ -48,11 +49,10 @@ class ImageTextData(PartsData):
         **kwargs: see `PartsData`.
     """
 
-    folder_name = "."
-
     def __init__(
         self,
         root: str | None = None,
+        name: str = ".",
         source: Literal["folder", "generated"] = "folder",
         files: dict[str, list[str]] | None = None,
         images: str = "",
@@ -74,7 +74,8 @@ class ImageTextData(PartsData):
             raise ValueError(f"bad_images is {bad_images!r}, expected refuse or skip.")
         if source not in ("folder", "generated"):
             raise ValueError(f"source is {source!r}, expected folder or generated.")
-        self.root, self.source, self.generate = root, source, generate or {}
+        self.root, self.name, self.source = root, name, source
+        self.generate = generate or {}
         self.files, self.images, self.bad_images = files, images, bad_images
         self.tokenizer_name, self.max_length = tokenizer, max_length
         self.image_size, self.min_crop, self.hflip, self.augment = (
@@ -92,7 +93,7 @@ class ImageTextData(PartsData):
     def folder(self) -> Path:
         """Where the data lie; generated ones are written when this is first asked for."""
         if self.source == "folder":
-            return data_folder(self.root, self.folder_name)
+            return data_folder(self.root and str(Path(self.root) / self.name), self.name)
         if self._scratch is None:
             self._scratch = tempfile.TemporaryDirectory()  # goes when this object does
             write(self._scratch.name, **self.generate)
@@ -157,6 +158,16 @@ class ImageTextData(PartsData):
             steps.append(RandAugment(rand_augment_ops(magnitude=7, transforms=AUGMENTATIONS)))
         to_tensor = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
         return v2.Compose([*steps, *to_tensor, v2.Normalize(list(self.mean), list(self.std))])
+
+    def inputs(self) -> dict[str, Any]:
+        """What others need to make pictures and texts as here: plain values, for a checkpoint."""
+        return {
+            "image_size": self.image_size,
+            "mean": list(self.mean),
+            "std": list(self.std),
+            "max_length": self.max_length,
+            "tokenizer": self.tokenizer.backend_tokenizer.to_str(),
+        }
 
     def tokens(self, texts: Sequence[str]) -> dict[str, Tensor]:
         """Texts as one padded batch: `input_ids` and `attention_mask`, (T, L)."""

@@ -140,6 +140,10 @@ class VQAData(ImageTextData):
             self._candidates = candidates
         return self._candidates
 
+    def inputs(self) -> dict[str, Any]:
+        """With the candidate answers, see `ImageTextData.inputs`."""
+        return {**super().inputs(), "answers": self.candidates}
+
     def read(self, part: str) -> list[Asked]:
         entries = []
         for file in self.list_files(part, f"vqa_{part}.json"):

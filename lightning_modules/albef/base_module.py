@@ -1,6 +1,6 @@
 """What all trainings of an ALBEF have in common."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import lightning as L
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -32,13 +32,14 @@ class AlbefModule(L.LightningModule):
             null.
         init_from: start from an ALBEF's weights, dense or low-rank: its released checkpoint or one
             of these modules. Like the two below not part of the checkpoint.
-        vision_from: start the image encoder from a ViT's weights (a file or folder).
+        vision_from: start the image encoder from a ViT's weights (a file, folder or hub name).
         text_from: start the text and fusion layers from a BERT (a folder or hub name).
         ratio: κ of PELA, which leaves 1/κ of each layer; null leaves the weights as they come.
         ranks: rank of each layer by name, instead of ratio. Filled in by the module, so that its
             checkpoints load by themselves.
-        lora_rank: train LoRA of this rank on queries and values, and the task's heads, only; 0
-            trains everything.
+        tuning: what trains: "full", everything; "lora", LoRA on queries and values and the task's
+            heads; "head", those heads alone.
+        lora_rank: of LoRA.
         decay: m of the momentum model.
         soft_targets: α, weight of the momentum model's opinion in the targets.
         ramp: let α rise from 0 over the first epoch.
@@ -49,7 +50,7 @@ class AlbefModule(L.LightningModule):
     """
 
     task: ClassVar[Task]
-    heads: ClassVar[tuple[str, ...]] = ()  # what LoRA leaves trainable besides
+    heads: ClassVar[tuple[str, ...]] = ()  # what always trains
 
     def __init__(
         self,
@@ -59,7 +60,8 @@ class AlbefModule(L.LightningModule):
         text_from: str | None = None,
         ratio: float | None = None,
         ranks: dict[str, int] | None = None,
-        lora_rank: int = 0,
+        tuning: Literal["full", "lora", "head"] = "full",
+        lora_rank: int = 8,
         decay: float = 0.995,
         soft_targets: float = 0.4,
         ramp: bool = True,
@@ -87,13 +89,12 @@ class AlbefModule(L.LightningModule):
         h = self.settings
         model = self.dense()
         self.start(model)
-        if h.lora_rank:
-            if low_rank_layers(model):
-                raise ValueError(
-                    f"lora_rank {h.lora_rank} is for the dense model: set model.ratio to null and "
-                    "start from dense weights"
-                )
-            tune(model, "lora", self.heads, h.lora_rank, LORA_TARGETS)
+        if h.tuning == "lora" and low_rank_layers(model):
+            raise ValueError(
+                "tuning lora is for the dense model: set model.ratio to null and start from dense "
+                "weights"
+            )
+        tune(model, h.tuning, self.heads, h.lora_rank, LORA_TARGETS)
         momentum = Momentum(model, h.decay)
         if self.device_mesh is not None:
             mesh = self.device_mesh["data_parallel"]
@@ -149,13 +150,19 @@ class AlbefModule(L.LightningModule):
         optimizer = build_optimizer("adamw", groups, h.lr)
         return with_schedule(optimizer, h.schedule, h.warmup_steps, training_steps(self.trainer))
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep what using the model needs: image size, normalisation, tokenizer, answers."""
+        data: Any = getattr(self.trainer, "datamodule", None)
+        if hasattr(data, "inputs"):
+            checkpoint["inputs"] = data.inputs()
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse the checkpoint of another model before its tensors are compared one by one.
 
         Raises:
             ValueError: naming what differs.
         """
-        refuse_another_model(checkpoint, self.hparams, ["sizes", "ratio", "lora_rank", "ranks"])
+        refuse_another_model(checkpoint, self.hparams, ["sizes", "ranks", "tuning", "lora_rank"])
 
 
 def shard(model: ALBEF, mesh: DeviceMesh) -> None:

@@ -9,6 +9,7 @@ from transformers import BertForMaskedLM
 
 from lightning_modules.albef.bert import TokenBert
 from lightning_modules.albef.model import ALBEF, AnswerModel
+from lightning_modules.backbones import build_vision
 from lightning_modules.pela import factorize
 from lightning_modules.weights import LoadReport, copy_weights, load_weights, read_state_dict
 
@@ -56,11 +57,17 @@ def albef_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tens
 def start_vision(model: ALBEF, source: str | Path) -> LoadReport:
     """Give the image encoder the weights of a ViT, by timm's names.
 
+    Args:
+        model: receives the weights, in place.
+        source: a file or folder, or timm's name of a model on the hub.
+
     Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if nothing in it fits.
+        ValueError: if nothing in it fits, or there is neither a file nor a model of this name.
     """
-    return load_weights(model.visual_encoder, source)
+    if Path(source).exists():
+        return load_weights(model.visual_encoder, source)
+    weights = build_vision(str(source), 0, {}, pretrained=True).state_dict()
+    return copy_weights(model.visual_encoder, weights, source)
 
 
 def start_text(model: ALBEF, source: str | Path) -> LoadReport:

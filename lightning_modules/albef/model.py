@@ -176,7 +176,6 @@ def build(
     temperature: float = 0.07,
     classes: int = 3,
     decoder_layers: int = 6,
-    vision_pretrained: bool = False,
 ) -> Any:
     """ALBEF with a task's head, with random weights; without sizes the paper's.
 
@@ -193,7 +192,6 @@ def build(
         temperature: initial τ of the contrast (likewise).
         classes: of the entailment's classifier.
         decoder_layers: of the answer decoder (VQA).
-        vision_pretrained: with timm's weights from the hub.
 
     Returns:
         A `PretrainModel`, `RetrievalModel`, `EntailmentModel` or `AnswerModel`.
@@ -212,7 +210,7 @@ def build(
             raise ValueError(f"{name} is {value}: expected at least 1; the paper's ALBEF has 6")
     size = image_size or (256 if task == "pretrain" else 384)
     arguments = {"img_size": size, **(vision_args or {})}
-    encoder = build_vision(vision, 0, arguments, vision_pretrained)
+    encoder = build_vision(vision, 0, arguments)
     if not isinstance(encoder, timm.models.VisionTransformer) or encoder.cls_token is None:
         raise ValueError(
             f"{vision} is not a ViT with a class token: ALBEF contrasts that token; give a timm "

@@ -1,0 +1,134 @@
+"""Scores of a trained ALBEF on its test part, and pictures to look at."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from PIL import Image
+from torch.nn import functional as F
+
+from lightning_modules.albef import Grounding, skipped
+from lightning_modules.albef.grounding import choose_box
+from lightning_modules.albef.retrieval import Gallery, rerank
+from lightning_modules.pela import factorize
+from recipes.experiment import Measuring
+from recipes.plots import plt
+from recipes.records import type_of
+from recipes.results import Row
+
+SHOWN, TOP = 5, 4  # queries of a page, and pictures of each
+
+
+def score(m: Measuring) -> Iterator[Row]:
+    """The metrics of a model on the test part, its size, and with `pictures` a page of results.
+
+    With `ratio` the model is first made low-rank, without any training.
+    """
+    node = m.stages["model"]
+    kind = type_of(node.settings.model)
+    module, data = kind.load_from_checkpoint(node.checkpoint), m.datamodule("model")
+    if ratio := m.settings.get("ratio"):
+        factorize(module.model, ratio, skip=skipped(module.model))
+    row, name = m.settings["row"], m.settings["set"]
+    trainer = L.Trainer(
+        accelerator="auto",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    [metrics] = trainer.test(module, datamodule=data, verbose=False)
+    values = {key.removeprefix("test/"): float(value) for key, value in metrics.items()}
+    if "r_mean" in values:
+        alone = [value for key, value in values.items() if key.startswith("itc_")]
+        values["itc_r_mean"] = sum(alone) / len(alone)
+    for metric, value in values.items():
+        yield Row(row, metric, value, name)
+    # LoRA's are merged into the weights when training has ended
+    sizes = [p.numel() for n, p in module.model.named_parameters() if ".lora_" not in n]
+    yield Row(row, "parameters", sum(sizes), name)
+    if m.settings.get("pictures") and name == "retrieval":
+        retrieved(module, data, m.folder / "retrieved.png")
+    if m.settings.get("pictures") and name == "grounding":
+        heat_maps(module, data, m.folder / "heat.png")
+
+
+def gallery(module: Any, data: Any) -> Gallery:
+    """The test part, encoded, on the module's device."""
+    loader = data.test_dataloader()
+    module.eval()
+    with torch.no_grad():
+        parts = [
+            module.encode({key: value.to(module.device) for key, value in batch.items()})
+            for batch in loader
+        ]
+    return Gallery.of(parts).valid()
+
+
+def retrieved(module: Any, data: Any, file: Path) -> None:
+    """A page: some texts of the test part, and what is found for each; the right one framed."""
+    places = gallery(module, data)
+    entries = data.entries("test")
+    texts = [(entry, caption) for entry in entries for caption in entry.captions]
+    step = max(1, len(texts) // SHOWN)
+    rows = list(range(0, len(texts), step))[:SHOWN]
+    scores = rerank(module.model, places, module.settings.k, by_text=True, rows=rows)
+    shape = (len(rows), TOP)
+    figure, axes = plt.subplots(*shape, figsize=(2.2 * TOP, 2.5 * len(rows)), squeeze=False)
+    for line, row, found in zip(axes, rows, scores.argsort(1, descending=True), strict=True):
+        entry, caption = texts[row]
+        for axis, place in zip(line, found[:TOP].tolist(), strict=True):
+            show(axis, data.path(entries[place].image))
+            right = entries[place].image == entry.image
+            frame(axis, "tab:green" if right else "lightgrey")
+        line[0].set_title(caption, loc="left", fontsize=9)
+    save(figure, file)
+
+
+def heat_maps(module: Grounding, data: Any, file: Path) -> None:
+    """A page: where the model looks for each phrase, its chosen box (orange) and the right one."""
+    loader, entries = data.test_dataloader(), data.entries("test")
+    step = max(1, len(entries) // (SHOWN * TOP))
+    chosen = list(range(0, len(entries), step))[: SHOWN * TOP]
+    figure, axes = plt.subplots(SHOWN, TOP, figsize=(2.2 * TOP, 2.5 * SHOWN), squeeze=False)
+    for axis in axes.flat:
+        axis.axis("off")
+    module.eval()
+    for axis, (place, batch) in zip(
+        axes.flat, ((i, b) for i, b in enumerate(loader) if i in chosen), strict=False
+    ):
+        batch = {key: value.to(module.device) for key, value in batch.items()}
+        heat, entry = module.heat(batch)[0].cpu(), entries[place]
+        show(axis, data.path(entry.image))
+        pixels = F.interpolate(heat[None, None], size=entry.size, mode="bicubic")[0, 0]
+        axis.imshow(pixels, cmap="inferno", alpha=0.5)
+        best = choose_box(heat, entry.size, batch["candidates"].cpu())
+        for box, colour in ((entry.candidates[best], "tab:orange"), (entry.box, "tab:green")):
+            corner, width, height = box[:2], box[2], box[3]
+            axis.add_patch(plt.Rectangle(corner, width, height, fill=False, ec=colour, lw=2))
+        axis.set_title(entry.text, fontsize=9)
+    save(figure, file)
+
+
+def show(axis: Any, file: Path) -> None:
+    """A picture without axes."""
+    axis.imshow(Image.open(file).convert("RGB"))
+    axis.set_xticks([])
+    axis.set_yticks([])
+
+
+def frame(axis: Any, colour: str) -> None:
+    """A coloured frame."""
+    for spine in axis.spines.values():
+        spine.set(color=colour, linewidth=3)
+
+
+def save(figure: Any, file: Path) -> None:
+    """Write a page."""
+    figure.tight_layout()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=100)
+    plt.close(figure)
