@@ -118,6 +118,20 @@ def usable(images: Sequence[Path], bad: BadImages) -> list[bool]:
     return [not reasons[file] for file in images]
 
 
+def read_picture(file: Path) -> Image.Image:
+    """A picture in RGB.
+
+    Raises:
+        ValueError: it cannot be decoded.
+    """
+    try:
+        return Image.open(file).convert("RGB")
+    except OSError as error:
+        raise ValueError(
+            f"{file} cannot be decoded ({error}): fetch it again, or take it off the list."
+        ) from error
+
+
 def _fault(file: Path) -> str:
     if not file.is_file():
         return "missing"

@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from PIL import Image
 from timm.data.auto_augment import RandAugment, rand_augment_ops
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
-from datamodules.captions import BadImages, Captioned, plain, read_captions, usable
+from datamodules.captions import BadImages, Captioned, plain, read_captions, read_picture, usable
 from datamodules.loading import PartsData, data_folder, hold_out
 from datamodules.shapes import write
-from datamodules.tokens import filling, load_tokenizer, pad
+from datamodules.tokens import filling, load_tokenizer, pad, tokenizer_from, tokenizer_state
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # ALBEF's RandAugment: nothing that changes colours
@@ -89,6 +88,13 @@ class ImageTextData(PartsData):
         self._tokenizer: Any = None
         self._parts: dict[str, list] = {}
 
+    @classmethod
+    def described(cls, description: dict[str, Any]) -> "ImageTextData":
+        """What makes pictures and texts as a trained model's data did, from `describe`."""
+        data = cls(**description["arguments"])
+        data._tokenizer = tokenizer_from(description["tokenizer"])
+        return data
+
     @property
     def folder(self) -> Path:
         """Where the data lie; generated ones are written when this is first asked for."""
@@ -132,19 +138,8 @@ class ImageTextData(PartsData):
         return [repr(entry) for entry in self.entries(part)], False
 
     def picture(self, image: str, training: bool) -> Tensor:
-        """An image as the model takes it, (3, S, S).
-
-        Raises:
-            ValueError: it cannot be decoded.
-        """
-        file = self.path(image)
-        try:
-            picture = Image.open(file).convert("RGB")
-        except OSError as error:
-            raise ValueError(
-                f"{file} cannot be decoded ({error}): fetch it again, or take it off the list."
-            ) from error
-        return self.transform(training)(picture)
+        """An image as the model takes it, (3, S, S); see `read_picture`."""
+        return self.transform(training)(read_picture(self.path(image)))
 
     def transform(self, training: bool) -> v2.Compose:
         """From a PIL image to (3, S, S)."""
@@ -159,14 +154,17 @@ class ImageTextData(PartsData):
         to_tensor = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
         return v2.Compose([*steps, *to_tensor, v2.Normalize(list(self.mean), list(self.std))])
 
-    def inputs(self) -> dict[str, Any]:
-        """What others need to make pictures and texts as here: plain values, for a checkpoint."""
+    def describe(self) -> dict[str, Any]:
+        """The tokenizer, and the arguments that decide on `transform` and `tokens`."""
         return {
-            "image_size": self.image_size,
-            "mean": list(self.mean),
-            "std": list(self.std),
-            "max_length": self.max_length,
-            "tokenizer": self.tokenizer.backend_tokenizer.to_str(),
+            "kind": "pictures and texts",
+            "tokenizer": tokenizer_state(self.tokenizer),
+            "arguments": {
+                "image_size": self.image_size,
+                "mean": list(self.mean),
+                "std": list(self.std),
+                "max_length": self.max_length,
+            },
         }
 
     def tokens(self, texts: Sequence[str]) -> dict[str, Tensor]:

@@ -140,9 +140,9 @@ class VQAData(ImageTextData):
             self._candidates = candidates
         return self._candidates
 
-    def inputs(self) -> dict[str, Any]:
-        """With the candidate answers, see `ImageTextData.inputs`."""
-        return {**super().inputs(), "answers": self.candidates}
+    def describe(self) -> dict[str, Any]:
+        """With the candidate answers, see `ImageTextData.describe`."""
+        return {**super().describe(), "answers": self.candidates}
 
     def read(self, part: str) -> list[Asked]:
         entries = []

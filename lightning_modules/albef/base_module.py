@@ -150,12 +150,6 @@ class AlbefModule(L.LightningModule):
         optimizer = build_optimizer("adamw", groups, h.lr)
         return with_schedule(optimizer, h.schedule, h.warmup_steps, training_steps(self.trainer))
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep what using the model needs: image size, normalisation, tokenizer, answers."""
-        data: Any = getattr(self.trainer, "datamodule", None)
-        if hasattr(data, "inputs"):
-            checkpoint["inputs"] = data.inputs()
-
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse the checkpoint of another model before its tensors are compared one by one.
 

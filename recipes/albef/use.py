@@ -1,0 +1,206 @@
+"""A trained ALBEF on your own pictures: search them, find words for one, ask one a question.
+
+    python -m recipes.albef.use search --ckpt_path RETRIEVAL/checkpoints/last.ckpt \\
+        ~/pictures "a dog in the snow"                       found.png and predictions.csv
+    python -m recipes.albef.use match --ckpt_path RETRIEVAL/checkpoints/last.ckpt \\
+        dog.jpg "a dog in the snow" "two cats" "a red car"
+    python -m recipes.albef.use ask --ckpt_path VQA/checkpoints/last.ckpt \\
+        dog.jpg "what color is the dog"
+
+`match` also takes a text file with a sentence on each line. The first k, as trained, are put in
+order by matching image and text, the others by similarity. `ask` chooses among the answers of the
+training's list, or those of --answers yes,no,….
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from datamodules.captions import read_picture
+from datamodules.image_text import ImageTextData
+from lightning_modules.albef import VQA, Retrieval
+from lightning_modules.albef.retrieval import Gallery, encode, rerank
+from recipes.albef.measures import save, show
+from recipes.messages import console
+from recipes.plots import plt
+from recipes.predict import described
+from recipes.tables import Table
+
+BATCH = 32
+
+
+class Searcher:
+    """Pictures and sentences, found by each other.
+
+    Args:
+        checkpoint: of `Retrieval`, `Pretraining` or `Repair`.
+
+    Raises:
+        FileNotFoundError: if there is no such checkpoint.
+        ValueError: if it is of another module.
+    """
+
+    def __init__(self, checkpoint: str | Path):
+        self.module, self.data, _ = load(checkpoint, Retrieval)
+
+    @torch.no_grad()
+    def __call__(
+        self, pictures: Sequence[Path], sentences: Sequence[str], by_text: bool = True
+    ) -> Tensor:
+        """Scores: of the pictures for each sentence, or of the sentences for each picture."""
+        device, transform = self.module.device, self.data.transform(training=False)
+        tokens = self.data.tokens(sentences)
+        ids, mask = (tokens[key].to(device) for key in ("input_ids", "attention_mask"))
+        nothing = torch.zeros(0, dtype=torch.long, device=device)
+        parts: list[Gallery] = []
+        for start in range(0, len(pictures), BATCH):
+            batch = [transform(read_picture(file)) for file in pictures[start : start + BATCH]]
+            images, first = torch.stack(batch).to(device), start == 0
+            rows = (ids, mask) if first else (ids[:0], mask[:0])
+            owners = torch.zeros(len(ids), device=device).long() if first else nothing
+            places = torch.arange(len(images), device=device)
+            parts.append(encode(self.module.model, images, places, *rows, owners))
+        return rerank(self.module.model, Gallery.of(parts), self.module.settings.k, by_text)
+
+
+def search(checkpoint: str | Path, folder: str | Path, sentence: str) -> pd.DataFrame:
+    """The pictures below a folder, the best for a sentence first: picture, score.
+
+    Raises:
+        FileNotFoundError: if the folder has no pictures.
+    """
+    pictures = pictures_in(folder)
+    scores = Searcher(checkpoint)(pictures, [sentence])[0]
+    order = scores.argsort(descending=True).tolist()
+    rows = [{"picture": str(pictures[i]), "score": scores[i].item()} for i in order]
+    return pd.DataFrame(rows)
+
+
+def match(checkpoint: str | Path, picture: str | Path, sentences: Sequence[str]) -> pd.DataFrame:
+    """The sentences, the best for a picture first: sentence, score."""
+    scores = Searcher(checkpoint)([Path(picture)], sentences, by_text=False)[0]
+    order = scores.argsort(descending=True).tolist()
+    rows = [{"sentence": sentences[i], "score": scores[i].item()} for i in order]
+    return pd.DataFrame(rows)
+
+
+@torch.no_grad()
+def ask(
+    checkpoint: str | Path,
+    picture: str | Path,
+    question: str,
+    answers: Sequence[str] | None = None,
+) -> pd.DataFrame:
+    """The answers to a question on a picture, the likeliest first: answer, probability.
+
+    Args:
+        checkpoint: of `VQA`.
+        picture: a file.
+        question: a sentence.
+        answers: to choose among; those of the training's list when None.
+    """
+    module, data, description = load(checkpoint, VQA)
+    answers = list(answers or description["answers"])
+    candidates, asked = data.tokens(answers), data.tokens([question])
+    batch = {
+        "images": data.transform(training=False)(read_picture(Path(picture)))[None],
+        **asked,
+        "candidate_ids": candidates["input_ids"],
+        "candidate_mask": candidates["attention_mask"],
+    }
+    scores = module.rank({key: value.to(module.device) for key, value in batch.items()})[0]
+    shares, order = scores.softmax(0), scores.argsort(descending=True).tolist()
+    return pd.DataFrame([{"answer": answers[i], "probability": shares[i].item()} for i in order])
+
+
+def load(checkpoint: str | Path, kind: type) -> tuple[Any, ImageTextData, dict[str, Any]]:
+    """A checkpoint's module, what makes its inputs, and its description.
+
+    Raises:
+        ValueError: if it is of another module.
+    """
+    description, module = described(checkpoint)
+    if not issubclass(module, kind):
+        raise ValueError(
+            f"{checkpoint} is of {module.__name__}, expected one of {kind.__name__}: give a "
+            f"checkpoint of {'vqa' if kind is VQA else 'retrieval'}.yaml"
+        )
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    loaded = module.load_from_checkpoint(checkpoint, map_location="cpu", weights_only=True)
+    return loaded.to(device).eval(), ImageTextData.described(description), description
+
+
+def pictures_in(folder: str | Path) -> list[Path]:
+    """The pictures below a folder, by name.
+
+    Raises:
+        FileNotFoundError: if there are none.
+    """
+    place = Path(folder).expanduser()
+    found = sorted(f for f in place.rglob("*") if f.suffix.lower() in IMG_EXTENSIONS)
+    if not found:
+        raise FileNotFoundError(
+            f"{folder} has no pictures (known are {', '.join(IMG_EXTENSIONS)}): name the folder "
+            "that has them"
+        )
+    return found
+
+
+def page(rows: pd.DataFrame, title: str, file: Path, shown: int = 8) -> None:
+    """A page of the first pictures of a search."""
+    rows = rows.head(shown)
+    figure, axes = plt.subplots(2, 4, figsize=(11, 6), squeeze=False)
+    for axis in axes.flat:
+        axis.axis("off")
+    for axis, row in zip(axes.flat, rows.itertuples(), strict=False):
+        show(axis, Path(str(row.picture)))
+        axis.set_title(Path(str(row.picture)).name, fontsize=8)
+    figure.suptitle(title)
+    save(figure, file)
+
+
+def sentences_of(given: Sequence[str]) -> list[str]:
+    """Sentences as they are given, or the lines of a text file."""
+    if len(given) == 1 and Path(given[0]).is_file():
+        lines = Path(given[0]).read_text(encoding="utf-8").splitlines()
+        return [line for line in lines if line.strip()]
+    return list(given)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Do what a command line asks for."""
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.albef.use",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("verb", choices=("search", "match", "ask"))
+    parser.add_argument("place", metavar="PATH", help="a folder of pictures, or a picture")
+    parser.add_argument("texts", nargs="+", metavar="TEXT", help="sentences, or a question")
+    parser.add_argument("--ckpt_path", required=True, metavar="CKPT", help="the checkpoint")
+    parser.add_argument("--answers", metavar="A,B", help="to choose among, for ask")
+    parser.add_argument("--out", default=".", metavar="DIR", help="for files; default: here")
+    options = parser.parse_args(argv)
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    if options.verb == "search":
+        rows = search(options.ckpt_path, options.place, options.texts[0])
+        page(rows, options.texts[0], out / "found.png")
+    elif options.verb == "match":
+        rows = match(options.ckpt_path, options.place, sentences_of(options.texts))
+    else:
+        answers = options.answers.split(",") if options.answers else None
+        rows = ask(options.ckpt_path, options.place, options.texts[0], answers)
+    rows.to_csv(out / "predictions.csv", index=False)
+    cells = [[str(one), f"{value:.3f}"] for one, value in rows.head(10).itertuples(index=False)]
+    Table(list(rows.columns), cells).show(options.texts[0])
+
+
+if __name__ == "__main__":
+    console(main)
