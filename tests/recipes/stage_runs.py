@@ -24,7 +24,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from recipes.cli import main
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-METHODS = ("matformer", "pela", "pela.downstream", "self_distillation", "vera")
+METHODS = ("albef", "matformer", "pela", "pela.downstream", "self_distillation", "vera")
 FSDP2 = {
     "class_path": "lightning.pytorch.strategies.ModelParallelStrategy",
     "init_args": {

@@ -12,16 +12,24 @@ import pytest
 import timm
 import torch
 
+from lightning_modules.albef import Repair, build
 from lightning_modules.pela import PELA
 from lightning_modules.self_distillation import Adaptation, MaskedAutoencoder, mae_decoder
+from recipes.cli import parse
 from tests.recipes import stage_runs
 from tests.recipes.stage_runs import Killed, assert_same, logged, under_both_strategies
 
 REPAIR, DISTIL = "pela/deit_b", "self_distillation/images_adapt"
+ALBEF_REPAIR = "albef/repair"
 VIT = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 3, "num_heads": 2}
 NOISE = {"drop_path_rate": 0.2, "proj_drop_rate": 0.1}
 VALIDATED, BY_STEPS = "--trainer.check_val_every_n_epoch=1", "--trainer.val_check_interval=4"
 SCENES = ['--data.generate={"train": 25, "val": 3}', "--data.batch_size=4", VALIDATED]
+# 24 captions: three batches, of which each of two ranks makes one; and a queue that wraps
+PAIRS = [
+    '--data.generate={"train": 12, "val": 3, "test": 3, "size": 48}',
+    *("--data.batch_size=8", "--data.eval_batch_size=2", VALIDATED),
+]
 STAGES = {
     # stage → further options; its `tiny` preset has several epochs of a few batches
     "vera/glue": ["--data.limit=80"],
@@ -45,6 +53,8 @@ STAGES = {
         *("--data.batch_size=208", VALIDATED),
     ],
     "matformer/matlm": ["--data.max_bytes=60000", "--data.eval_tokens=1000", BY_STEPS],
+    ALBEF_REPAIR: [*PAIRS, "--model.distillation=tinybert", "--model.warmup_steps=2"],
+    "albef/vqa": [*PAIRS, "--model.tuning=lora"],
     "pela/segmentation": SCENES,
     "pela/detection": SCENES,
 }
@@ -65,6 +75,13 @@ def further_weights():
     return scattered(MaskedAutoencoder(encoder, mae_decoder(encoder, depth=1, width=16, heads=2)))
 
 
+@cache
+def albef_weights():
+    """Of the dense ALBEF that its repair starts from."""
+    sizes = parse(stage_runs.RECIPES / f"{ALBEF_REPAIR}.yaml", "tiny").model.init_args.sizes
+    return {**scattered(build("pretrain", **sizes)), "temp": torch.tensor([0.07])}
+
+
 def scattered(model):
     """A teacher's weights, of which any change shows."""
     torch.manual_seed(0)
@@ -73,7 +90,7 @@ def scattered(model):
     return dict(model.state_dict())
 
 
-TEACHERS = {PELA: dense_weights, Adaptation: further_weights}
+TEACHERS = {PELA: dense_weights, Adaptation: further_weights, Repair: albef_weights}
 
 
 class Witness(stage_runs.Witness):
@@ -99,6 +116,9 @@ def options_of(stage, folder):
     if stage == REPAIR:
         torch.save(dense_weights(), folder.parent / "dense.pt")
         options.append(f"--model.init_from={folder.parent / 'dense.pt'}")
+    if stage == ALBEF_REPAIR:
+        torch.save(albef_weights(), folder.parent / "albef.pt")
+        options.append(f"--model.init_from={folder.parent / 'albef.pt'}")
     if stage == DISTIL:
         torch.save(further_weights(), folder.parent / "further.pt")
         options.append(f"--model.teacher_from={folder.parent / 'further.pt'}")

@@ -1,0 +1,160 @@
+"""ALBEF's experiment at its tiny preset: what each stage saw, what came out, and its use."""
+
+import json
+
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+
+from datamodules.shapes import write
+from lightning_modules.albef import VQA, Repair, Retrieval, build, skipped
+from lightning_modules.counting import count_parameters
+from lightning_modules.pela import factorize, plan_of
+from recipes.albef import compression, use
+from recipes.cli import parse, presets
+from recipes.results import read
+
+PICTURES = {"train": 96, "val": 20, "test": 20, "size": 48}
+FLAGS = [
+    f"--data.generate={json.dumps(PICTURES)}",
+    "--trainer.enable_progress_bar=false",
+    "--pretrain.trainer.max_epochs=8",
+    "--pretrain.trainer.check_val_every_n_epoch=8",
+    "--repair.trainer.max_epochs=2",
+    "--repair.trainer.check_val_every_n_epoch=2",
+    *(
+        f"--{task}.trainer.{name}=1"
+        for task in ("retrieval", "entailment", "vqa", "grounding")
+        for name in ("max_epochs", "check_val_every_n_epoch")
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs")
+    return compression.main(["--out", str(out), "--rows", "direct,pela", *FLAGS])
+
+
+def test_every_part_has_its_scores(run):
+    table = read(run.out)
+    tasks = {"retrieval", "entailment", "vqa", "grounding", compression.ZERO_SHOT}
+    for row in ("direct_k3", "pela_k3"):
+        scores = table[table.row == row]
+        assert set(scores.set) == tasks
+        recalls = scores[(scores.set == "retrieval") & scores.metric.isin(compression.RECALLS)]
+        assert len(recalls) == 6 and recalls.value.between(0, 1).all()
+    sizes = table[table.metric == "parameters"].groupby("set").value.nunique()
+    assert (sizes == 1).all()  # both rows are as small
+    settings = parse(run.folder / "retrieval.yaml", "tiny").model.init_args.sizes
+    expected = build("retrieval", **settings)
+    factorize(expected, 3.0, skip=skipped(expected))
+    found = table[(table.metric == "parameters") & (table.set == "retrieval")].value.iloc[0]
+    assert found == count_parameters(expected)
+
+
+def test_what_each_stage_saw(run):
+    batches = {"pretrain": 96 * 2 // 48, "repair_pela_k3": 4, "retrieval_pela_k3": 4}
+    epochs = {"pretrain": 8, "repair_pela_k3": 2, "retrieval_pela_k3": 1}
+    for name, count in batches.items():
+        file = run.out / "seed0" / name / "checkpoints" / "last.ckpt"
+        checkpoint = torch.load(file, weights_only=True)
+        assert checkpoint["global_step"] == count * epochs[name]
+        queue = {key for key in checkpoint["state_dict"] if key.startswith("queue.")}
+        assert len(queue) == 4
+    repaired = run.out / "seed0" / "repair_pela_k3" / "checkpoints" / "last.ckpt"
+    module = Repair.load_from_checkpoint(repaired)
+    assert plan_of(module.model) == module.settings.ranks
+    assert "teacher" not in str(list(torch.load(repaired, weights_only=True)["state_dict"]))
+    tuned = Retrieval.load_from_checkpoint(
+        run.out / "seed0" / "retrieval_pela_k3" / "checkpoints" / "last.ckpt"
+    )
+    assert plan_of(tuned.model) == plan_of(module.model)
+
+
+def test_the_report_has_tables_and_pictures(run):
+    text = (run.out / "report.md").read_text()
+    assert "A smoke test" in text and "| PELA, κ 3 |" in text
+    for page in ("score_retrieval_pela_k3/retrieved.png", "score_grounding_pela_k3/heat.png"):
+        assert f"(seed0/{page})" in text
+        with Image.open(run.out / "seed0" / page) as picture:
+            assert min(picture.size) > 300
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mine")
+    write(folder, train=5, val=1, test=1)
+    return folder / "images"
+
+
+def test_search_and_match_on_ones_own_pictures(run, pictures, tmp_path, monkeypatch):
+    monkeypatch.setattr(use, "BATCH", 3)
+    checkpoint = str(run.out / "seed0" / "retrieval_pela_k3" / "checkpoints" / "last.ckpt")
+    use.main(
+        ["search", str(pictures), "a red disc", "--ckpt_path", checkpoint, "--out", str(tmp_path)]
+    )
+    rows = pd.read_csv(tmp_path / "predictions.csv")
+    assert len(rows) == 7 and rows.score.is_monotonic_decreasing
+    assert set(rows.picture) == {str(file) for file in pictures.iterdir()}
+    assert (tmp_path / "found.png").is_file()
+    sentences = ["a red disc above a blue square", "a white triangle", "two things"]
+    found = use.match(checkpoint, rows.picture[0], sentences)
+    assert sorted(found.sentence) == sorted(sentences) and found.score.is_monotonic_decreasing
+    searcher = use.Searcher(checkpoint)
+    files = use.pictures_in(pictures)
+    together, apart = searcher(files, sentences), [searcher([f], sentences) for f in files]
+    # similarity of a picture does not depend on the others; k of them are matched in both
+    torch.testing.assert_close(together[:, 0], apart[0][:, 0], rtol=1e-3, atol=1e-3)
+
+
+def test_a_question_on_a_picture(run, pictures, tmp_path):
+    checkpoint = run.out / "seed0" / "vqa_pela_k3" / "checkpoints" / "last.ckpt"
+    picture = next(pictures.iterdir())
+    rows = use.ask(checkpoint, picture, "what color is the disc")
+    module = VQA.load_from_checkpoint(checkpoint)
+    assert len(rows) == len(
+        torch.load(checkpoint, weights_only=True)["VQAData"]["description"]["answers"]
+    )
+    assert rows.probability.sum() == pytest.approx(1, abs=1e-4) and module.task == "vqa"
+    few = use.ask(checkpoint, picture, "is there a disc", ["yes", "no"])
+    assert sorted(few.answer) == ["no", "yes"]
+    with pytest.raises(ValueError, match="is of VQA, expected one of Retrieval"):
+        use.search(checkpoint, picture.parent, "a disc")
+    with pytest.raises(FileNotFoundError, match="has no pictures"):
+        use.pictures_in(tmp_path)
+
+
+def test_paper_presets_are_albefs_and_pelas():
+    """ALBEF's configurations (pre-training, four tasks), and PELA's of the repair."""
+    expected = {
+        # epochs, pairs on a device, lr, decay, warm-up, pixels, smallest crop
+        "pretrain": (30, 64, 1e-4, 0.02, 1000, 256, 0.2),
+        "repair": (20, 32, 1e-4, 0.02, 1000, 256, 0.2),
+        "retrieval": (10, 32, 1e-5, 0.02, 0, 384, 0.5),
+        "entailment": (5, 32, 2e-5, 0.02, 0, 384, 0.5),
+        "vqa": (8, 32, 2e-5, 0.02, 0, 384, 0.5),
+        "grounding": (5, 32, 1e-5, 0.02, 0, 384, 1.0),
+    }
+    for name, values in expected.items():
+        settings = parse(compression.EXPERIMENT.folder / f"{name}.yaml")
+        model, data = settings.model.init_args, settings.data.init_args
+        given = (model.lr, model.weight_decay, model.warmup_steps)
+        rest = (data.image_size, data.min_crop)
+        assert (settings.trainer.max_epochs, data.batch_size, *given, *rest) == values, name
+        assert (model.decay, model.soft_targets) == (0.995, 0.4) and not model.sizes
+        assert getattr(model, "queue_size", 65536) == 65536
+    repair = parse(compression.EXPERIMENT.folder / "repair.yaml").model.init_args
+    losses = (repair.ratio, repair.fd_weight, repair.rwp_weight, repair.epsilon, repair.p)
+    assert losses == (3.0, 0.1, 1.0, 1e-3, float("inf"))
+    assert parse(compression.EXPERIMENT.folder / "retrieval.yaml").model.init_args.k == 128
+    assert parse(compression.EXPERIMENT.folder / "grounding.yaml").model.init_args.block == 8
+
+
+def test_tiny_and_small_change_values_only():
+    for file in compression.EXPERIMENT.folder.glob("*.yaml"):
+        if file.name != "compression_grid.yaml":
+            assert presets(file)[0] == "tiny"
+            paper, tiny = parse(file), parse(file, "tiny")
+            assert paper.model.class_path == tiny.model.class_path
