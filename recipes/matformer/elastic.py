@@ -26,6 +26,7 @@ from datamodules import CorpusData
 from lightning_modules.backbones import build_text
 from lightning_modules.counting import count_parameters
 from lightning_modules.matformer import extract, importance, nest, reorder
+from lightning_modules.matformer.export import save
 from lightning_modules.matformer.nest import nesting_of
 from lightning_modules.matformer.speculative import speculative_generate
 from recipes import plots
@@ -45,6 +46,7 @@ ROWS = {
     "dense": "dense, fine-tuned",
 }
 UNTRAINED = {"sorted, untrained": "sorted, nothing trained", "as it stands": "nothing done"}
+EXPORTED = "elastic"  # the row whose uniform sizes, and one Mix'n'Match size, are written
 BETWEEN = 1  # Mix'n'Match sizes between neighbouring granularities
 
 HALF = {"set": "L"}  # of the feed-forward
@@ -169,7 +171,7 @@ def measure_untrained(m: Measuring) -> Iterator[Row]:
 
 
 def measure_sizes(m: Measuring) -> Iterator[Row]:
-    """Score and time a fine-tuned model's sizes; write slices.json and the uniform ones."""
+    """Score and time a fine-tuned model's sizes; write slices.json and some of the sizes."""
     ((row, stage),) = m.stages.items()
     model, data = load(stage.checkpoint), m.datamodule(row)
     vocabulary = model.config.vocab_size
@@ -183,6 +185,7 @@ def measure_sizes(m: Measuring) -> Iterator[Row]:
     scores = score(submodels(model, chosen.values()), data.val_dataloader(), vocabulary)
     costs: dict[str, dict[str, float]] = {}
     slices = []
+    mixed = next((label for label in chosen if "*" in label), None)
     for label, mix in track(chosen.items(), description=f"sizes of {row}", transient=True):
         small = extract(model, mix)
         speed = tokens_a_second(small, data, m.settings["timed"])
@@ -192,8 +195,8 @@ def measure_sizes(m: Measuring) -> Iterator[Row]:
             for layer, index in zip(nesting.layers, mix, strict=True)
         }
         slices.append({"name": label, **costs[label], **scores[label], "widths": widths})
-        if label in nesting.names:
-            _save(small, data.tokenizer, m.folder / label)
+        if row == EXPORTED and (label in nesting.names or label == mixed):
+            save(model, mix, m.folder / label, tokenizer=data.tokenizer)
     (m.folder / "slices.json").write_text(json.dumps(slices, indent=1) + "\n")
     yield from rows_of(row, scores, costs)
 
@@ -240,8 +243,8 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         provenance(run.command, table),
         "Perplexity of every token of the validation text, in disjoint windows. All rows saw the "
         "same number of tokens. Labels with `*` are Mix'n'Match sizes. Widths by layer with their "
-        f"scores are in slices.json of each row's folder, S, M, L and XL as transformers folders "
-        f"beside it ({run.out}/seed0/sizes of {trained or '…'}).",
+        "scores are in slices.json of each row's folder; S, M, L, XL and a Mix'n'Match size stand "
+        f"ready for transformers in {run.out}/seed0/sizes of {EXPORTED}.",
         tabulate(sized, largest_first, columns, index="set").markdown(),
         "![loss against parameters](pareto.png)",
     ]

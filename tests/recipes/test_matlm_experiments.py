@@ -176,22 +176,29 @@ def test_slices_name_the_widths_of_every_size(made_elastic):
 
 LOAD = """
 import cpu_torchvision  # a cure for this environment; the folder needs nothing of it
-import sys, torch
+import pathlib, runpy, sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+loader = pathlib.Path(sys.argv[1], "load.py")
+if loader.exists():
+    model = runpy.run_path(str(loader))["load"](sys.argv[1])
+else:
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 ids = AutoTokenizer.from_pretrained(sys.argv[1])("import os", return_tensors="pt").input_ids
 torch.save((ids, model(ids).logits), sys.argv[2])
 assert not any(name.startswith(("recipes", "lightning_modules")) for name in sys.modules)
 """
 
 
-def test_exports_load_where_this_repository_is_not(made_elastic, tmp_path):
+@pytest.mark.parametrize(("size", "chosen"), [("S", "S"), ("L*2+XL*2", [2, 2, 3, 3])])
+def test_exports_load_where_this_repository_is_not(made_elastic, tmp_path, size, chosen):
     seed = made_elastic.out / "seed0"
-    command = [sys.executable, "-I", "-c", LOAD, str(seed / "sizes of elastic" / "S")]
+    folder = seed / "sizes of elastic" / size
+    assert (folder / "load.py").exists() == ("*" in size)
+    command = [sys.executable, "-I", "-c", LOAD, str(folder)]
     subprocess.run([*command, str(tmp_path / "logits.pt")], check=True, cwd=tmp_path)
     ids, logits = torch.load(tmp_path / "logits.pt")
     model = load(seed / "elastic" / "checkpoints" / "last.ckpt")
-    set_granularity(model, "S")
+    set_granularity(model, chosen)
     assert torch.allclose(model(ids.to(model.device)).logits.cpu(), logits, atol=1e-5)
 
 
