@@ -1,166 +1,140 @@
-"""A trained checkpoint as a folder or file that runs without this repository.
+"""What a checkpoint has learnt, as files that other libraries read.
 
-    python -m recipes export RUN/checkpoints/last.ckpt OUT
-    … --granularity S, --max_params 12M, --max_macs 2G, --max_ms 5   a submodel of a nested model
-    … --to peft | lora                                              a VeRA adapter as peft reads it
-    … --to onnx                                                     OUT is a file, such as vit.onnx
+    python -m recipes export RUN/checkpoints/last.ckpt OUT                   timm's or transformers'
+    python -m recipes export … OUT --granularity S           a submodel of a nested model;
+                       or --max_params 12M, --max_macs 2G, --max_ms 5
+    python -m recipes export … OUT --to peft            a VeRA adapter for PeftModel.from_pretrained
+    python -m recipes export … OUT --to lora            the same as an exact LoRA
+    python -m recipes export … model.onnx --to onnx     one file for onnxruntime, any batch size
 
-Without --to, OUT is what timm or transformers loads: weights, config with class names and
-preprocessing, tokenizer, and the loading lines in a README.md. VeRA is merged into the weights. A
-budget chooses Mix'n'Match widths; milliseconds are measured here, on one input.
+A folder holds safetensors, the library's config.json with class names and preprocessing, and a
+README.md with the lines that load it. A nested model gives the submodel that is asked for, by
+Mix'n'Match where a budget is given (milliseconds are measured here and kept in latency.json); its
+largest otherwise. Adapters are merged into the weights, unless --to peft or lora.
 """
 
 import argparse
-import os
+import itertools
+import json
+import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from safetensors.torch import save_file
-from timm.models._hub import save_config_for_hf
-from timm.models._input import get_model_args
 
-from lightning_modules.matformer import export as nested
+from lightning_modules import standalone
+from lightning_modules.matformer import export as submodels
 from lightning_modules.matformer import extract
-from lightning_modules.matformer.costs import Unit, choose
+from lightning_modules.matformer.costs import layer_costs
+from lightning_modules.matformer.mix_and_match import mix_and_match
 from lightning_modules.pela.export import to_onnx
-from lightning_modules.vera import merge
-from lightning_modules.vera.interop import to_lora, to_peft
-from lightning_modules.vera.vera import strip
-from recipes.pela.export import main as export_low_rank
+from lightning_modules.vera import to_lora, to_peft
 from recipes.predict import Predictor, number
 
-BUDGETS: dict[str, Unit] = {"max_params": "parameters", "max_macs": "macs", "max_ms": "ms"}
-README = """# {name}
-
-Written by `python -m recipes export` from {source}.
-
-```python
-folder = "."  # where this file lies
-{lines}
-```
-"""
+KINDS = ("timm", "transformers", "peft", "lora", "onnx")
+BUDGETS = {"max_params": "parameters", "max_macs": "macs", "max_ms": "ms"}
 
 
-def export(
-    checkpoint: str | Path,
-    out: str | Path,
-    to: str | None = None,
-    granularity: str | None = None,
-    budget: tuple[float, Unit] | None = None,
-) -> Path:
-    """Write a checkpoint's model.
+def example_of(predictor: Predictor) -> Any:
+    """A batch of two for the predictor's model.
 
-    Args:
-        checkpoint: of a run on images, sentences or prompts.
-        out: a folder; with `to` "onnx" a file.
-        to: None for timm's or transformers' own folder, "peft", "lora" or "onnx".
-        granularity: of a nested model; the largest when None.
-        budget: instead of it, how much of which unit; see `costs.choose`.
-
-    Returns:
-        `out`.
-
-    Raises:
-        FileNotFoundError: if there is no such checkpoint.
-        ValueError: if the model cannot be written so.
+    Random pixels (2, 3, H, W), or tokens as a dict with (2, L).
     """
-    out = Path(out)
-    predictor = Predictor(checkpoint, device="cpu")
-    module, description = predictor.module, predictor.description
-    model = module.model
-    is_nested = getattr(module.hparams, "fractions", None) is not None
-    if type(module).__module__.startswith("lightning_modules.pela"):
-        return export_low_rank([str(checkpoint), str(out)])
-    if not is_nested and (granularity is not None or budget is not None):
-        raise ValueError(f"{checkpoint} is no nested model: it has one granularity")
-    chosen: Any = granularity
-    if is_nested and granularity is None:
-        chosen = len(module.hparams.fractions) - 1
-    if budget is not None:
-        chosen = choose(model, *budget, batch=example(predictor))
-    if to in ("peft", "lora"):
-        if not hasattr(model, "vera"):
-            raise ValueError(f"{checkpoint} has no VeRA adapter, which --to {to} writes")
-        return (to_peft if to == "peft" else to_lora)(model, out)
-    if hasattr(model, "vera"):
-        strip(merge(model))
-    if to == "onnx":
-        if description["kind"] != "images":
-            raise ValueError(f"--to onnx writes image models; {checkpoint} is of another kind")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        small = extract(model, chosen) if is_nested else model
-        return to_onnx(small, out, example(predictor).repeat(2, 1, 1, 1))
-    names = description.get("class_names") or None
-    if is_nested:
-        tokenizer = getattr(predictor, "tokenizer", None)
-        return nested.save(model, chosen, out, names, preprocessing(description), tokenizer)
-    return save_plain(predictor, out, str(checkpoint))
-
-
-def example(predictor: Predictor) -> Any:
-    """One input of the size that the model was trained on."""
     if predictor.kind == "images":
         size = predictor.description["transform"]["image_size"]
-        return torch.zeros(1, 3, size, size)
-    length = predictor.description["max_length"]
-    return {"input_ids": torch.zeros(1, length, dtype=torch.long)}
+        return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
+    length = min(predictor.description["max_length"], 128)
+    ids = torch.full((2, length), int(predictor.tokenizer.pad_token_id or 0))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def preprocessing(description: dict[str, Any]) -> dict[str, Any] | None:
-    """Of images, in timm's terms."""
-    if description["kind"] != "images":
+def granularity_of(predictor: Predictor, options: argparse.Namespace, out: Path) -> Any:
+    """The granularity that the options ask a nested model for.
+
+    Raises:
+        ValueError: if the model is not nested, or the budget is too small.
+    """
+    asked = [name for name in ("granularity", *BUDGETS) if getattr(options, name) is not None]
+    model = predictor.module.model
+    if not hasattr(model, "nesting"):
+        if asked:
+            raise ValueError(
+                f"--{asked[0]}: {options.checkpoint} is no nested model, it has one size"
+            )
         return None
-    settings = dict(description["transform"])
-    size = settings.pop("image_size")
-    return {"input_size": (3, size, size), **settings}
-
-
-def save_plain(predictor: Predictor, out: Path, source: str) -> Path:
-    """A model that is its library's own, with what its configuration can say."""
-    model, names = predictor.module.model, predictor.description.get("class_names") or None
-    strange = [name for name, _ in model.named_modules() if "lora_" in name or "adapter" in name]
-    if strange:
+    if len(asked) > 1:
+        raise ValueError(f"--{asked[0]} and --{asked[1]}: give one of them")
+    if not asked:
+        return model.nesting.names[-1]
+    if asked == ["granularity"]:
+        return options.granularity
+    unit: Any = BUDGETS[asked[0]]
+    costs, rest = layer_costs(model, unit, None if unit == "parameters" else example_of(predictor))
+    if unit == "ms":
+        out.mkdir(parents=True, exist_ok=True)
+        # a larger granularity is no faster; where it seems so, the clock was disturbed
+        costs = [list(itertools.accumulate(layer, max)) for layer in costs]
+        table = {
+            "machine": platform.processor() or platform.machine(),
+            "threads": torch.get_num_threads(),
+            "batch": 2,
+            "milliseconds": costs,
+            "rest": rest,
+        }
+        (out / "latency.json").write_text(json.dumps(table, indent=1) + "\n")
+    budget, smallest = getattr(options, asked[0]), rest + sum(layer[0] for layer in costs)
+    if unit == "macs":
+        budget *= 2  # of the batch of two
+    if budget < smallest:
+        least = smallest / (2 if unit == "macs" else 1)
         raise ValueError(
-            f"{source} holds layers that its library does not know, {strange[0]} for one: export a "
-            "checkpoint of VeRA, full fine-tuning or a nested model"
+            f"--{asked[0]} {getattr(options, asked[0]):,g} is below the smallest submodel's "
+            f"{least:,.6g} {unit}"
         )
-    out.mkdir(parents=True, exist_ok=True)
-    if isinstance(model, transformers.PreTrainedModel):
-        if names:
-            model.config.id2label = dict(enumerate(names))
-            model.config.label2id = {name: place for place, name in enumerate(names)}
-        model.save_pretrained(out)
-        predictor.tokenizer.save_pretrained(out)
-        kind = type(model).__name__
-        lines = [
-            "import transformers",
-            f"model = transformers.{kind}.from_pretrained(folder).eval()",
-            "tokenizer = transformers.AutoTokenizer.from_pretrained(folder)",
-        ]
+    return mix_and_match(costs, budget - rest)
+
+
+def export(predictor: Predictor, out: Path, to: str | None, granularity: Any = None) -> str:
+    """Write what the predictor has loaded; returns what was written.
+
+    Raises:
+        ValueError: if it cannot be written so.
+    """
+    model: Any = predictor.module.model
+    if to in ("peft", "lora"):
+        if not hasattr(model, "vera"):
+            raise ValueError(f"--to {to}: this checkpoint has no VeRA adapter; leave --to out")
+        (to_peft if to == "peft" else to_lora)(model, out)
+        return f"adapter for peft: {out}"
+    names = predictor.description.get("class_names") or None
+    if to == "onnx":
+        if predictor.kind != "images":
+            raise ValueError("--to onnx writes image classifiers; leave it out for language models")
+        alone = extract(model, granularity) if granularity is not None else standalone.plain(model)
+        to_onnx(alone, out, example_of(predictor))
+        return f"ONNX, compared with the model by onnxruntime: {out}"
+    library = "timm" if predictor.kind == "images" else "transformers"
+    if to not in (None, library):
+        raise ValueError(f"--to {to}: this is a model of {library}")
+    tokenizer = getattr(predictor, "tokenizer", None)
+    arguments = (out, names, _preprocessing(predictor), tokenizer)
+    if granularity is not None:
+        submodels.save(model, granularity, *arguments)
     else:
-        tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
-        save_file(tensors, out / "model.safetensors")
-        save_config_for_hf(
-            model,
-            str(out / "config.json"),
-            model_config={"label_names": names} if names else None,
-            model_args=get_model_args(model),
-            data_config=preprocessing(predictor.description),
-        )
-        lines = [
-            "import timm",
-            'model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()',
-        ]
-    text = README.format(name=out.name, source=source, lines="\n".join(lines))
-    (out / "README.md").write_text(text)
-    mask = os.umask(0)
-    os.umask(mask)
-    for file in out.iterdir():  # safetensors writes files that only their owner can read
-        file.chmod(0o666 & ~mask)
-    return out
+        standalone.save(standalone.plain(model), *arguments)
+    return f"{library} folder: {out} (its README.md has the lines that load it)"
+
+
+def _preprocessing(predictor: Predictor) -> dict[str, Any] | None:
+    """In timm's terms."""
+    if predictor.kind != "images":
+        return None
+    transform = predictor.description["transform"]
+    size = transform["image_size"]
+    crop = transform["crop_pct"] or 1.0
+    same = {key: transform[key] for key in ("interpolation", "mean", "std")}
+    return {"input_size": (3, size, size), "crop_pct": crop, **same}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -171,20 +145,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("checkpoint", metavar="CKPT")
-    add("out", metavar="OUT", help="a folder, or a file with --to onnx")
-    add(
-        "--to", choices=("timm", "transformers", "peft", "lora", "onnx"), help="default: own folder"
-    )
-    sizes = parser.add_mutually_exclusive_group()
-    sizes.add_argument("--granularity", metavar="NAME", help="of a nested model, such as S")
-    for name, unit in BUDGETS.items():
-        sizes.add_argument(f"--{name}", type=number, metavar="N", help=f"at most so many {unit}")
+    add("checkpoint", metavar="CKPT", help="of a run, such as RUN/checkpoints/last.ckpt")
+    add("out", metavar="OUT", help="the folder, or the .onnx file")
+    add("--to", choices=KINDS, help="default: the library that the model is of")
+    add("--granularity", metavar="NAME", help="of a nested model, such as S")
+    add("--max_params", type=number, metavar="N", help="of a nested model: 12M")
+    add("--max_macs", type=number, metavar="N", help="multiply-adds of one input: 2G")
+    add("--max_ms", type=number, metavar="T", help="milliseconds of two inputs, measured here")
     options = parser.parse_args(argv)
-    given = [(getattr(options, name), unit) for name, unit in BUDGETS.items()]
-    budget = next(((value, unit) for value, unit in given if value is not None), None)
-    to = None if options.to in ("timm", "transformers") else options.to
-    written = export(options.checkpoint, options.out, to, options.granularity, budget)
-    print(f"written: {written}")
-    if (readme := Path(written) / "README.md").is_file():
-        print(readme.read_text())
+    out = Path(options.out)
+    if options.to == "onnx" and out.suffix != ".onnx":
+        raise ValueError(f"{out}: expected a name that ends in .onnx")
+    predictor = Predictor(options.checkpoint, device="cpu")
+    print(export(predictor, out, options.to, granularity_of(predictor, options, out)))
+
+
+if __name__ == "__main__":
+    main()

@@ -58,6 +58,7 @@ def pictures(tmp_path_factory):
             *("--model.lr=3e-3", "--model.warmup_steps=2", "--trainer.max_epochs=12"),
             *("--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"),
             *("--trainer.logger=false", f"--checkpoint.dirpath={folder / 'run'}"),
+            f"--trainer.default_root_dir={folder}",
         ]
     )
     shutil.rmtree(folder / "data")  # nothing but the checkpoint is left
@@ -226,7 +227,7 @@ class TestExport:
         for command, reason in (
             ([images, str(tmp_path / "a"), "--to", "peft"], "has no VeRA adapter"),
             ([texts, str(tmp_path / "a"), "--granularity", "S"], "no nested model"),
-            ([texts, str(tmp_path / "a.onnx"), "--to", "onnx"], "writes image models"),
+            ([texts, str(tmp_path / "a.onnx"), "--to", "onnx"], "writes image classifiers"),
         ):
             with pytest.raises(ValueError, match=reason):
                 export(command)
