@@ -7,7 +7,6 @@ from typing import Any
 import lightning as L
 
 from lightning_modules.vera.adapter import save_adapter
-from lightning_modules.weights import read_state_dict
 
 log = logging.getLogger("lightning_modules")
 
@@ -33,9 +32,8 @@ class SaveAdapter(L.Callback):
             log.info("SaveAdapter: %s has no VeRA adapter to save", type(pl_module).__name__)
             return
         best = best_checkpoint(trainer)
-        state = None if best is None else read_state_dict(best)
         folder = Path(self.folder or Path(trainer.default_root_dir) / "adapter")
-        save_adapter(model, folder, state=state, about=describe(pl_module, trainer))
+        save_adapter(model, folder, state=best, about=describe(pl_module, trainer))
         log.info("SaveAdapter: wrote %s, of %s", folder, best or "the last step")
 
 

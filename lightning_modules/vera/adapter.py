@@ -28,7 +28,7 @@ from lightning_modules.vera.vera import (
     vectors_of,
     vera_of,
 )
-from lightning_modules.weights import read_file
+from lightning_modules.weights import read_file, read_state_dict
 
 FORMAT = 1
 MANIFEST, TENSORS = "manifest.json", "adapter.safetensors"
@@ -38,7 +38,7 @@ def save_adapter(
     model: nn.Module,
     folder: str | Path,
     projections: bool = False,
-    state: Mapping[str, Tensor] | None = None,
+    state: Mapping[str, Tensor] | Path | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the vectors and the heads of an adapted model to a folder.
@@ -51,7 +51,7 @@ def save_adapter(
         projections: write A and B too, so that loading does not rely on the generator. Matrices
             that no seed gives (an adapter from elsewhere) are written in any case.
         state: vectors and heads to write instead of the model's, by the model's names: those of a
-            checkpoint of the same run.
+            checkpoint of the same run, or its file.
         about: further entries of the manifest, such as the name of the base and of the classes.
 
     Returns:
@@ -63,6 +63,8 @@ def save_adapter(
     """
     record = vera_of(model)
     folder = Path(folder)
+    if isinstance(state, Path):
+        state = read_state_dict(state)
     values = {**model.state_dict(), **(state or {})}
     vectors = [
         [_whole(values[f"{name}.{attribute}"]) for attribute in piece.names]
