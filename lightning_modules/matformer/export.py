@@ -30,10 +30,12 @@ FORMAT = 2
 LOADER = '''"""Loads the model of this folder; needs {library} and safetensors."""
 
 import json
+from collections import OrderedDict
 from pathlib import Path
 
 import {library}
 from safetensors.torch import load_file
+from torch.nn import Linear, Sequential
 
 
 def load(folder=Path(__file__).parent):
@@ -42,6 +44,10 @@ def load(folder=Path(__file__).parent):
     for path, kept in manifest["blocks"].items():
         stack = model.get_submodule(path)
         stack._modules = dict(zip(stack._modules, [list(stack)[i] for i in kept]))
+    for path, bias in manifest["low_rank"].items():
+        parent, _, name = path.rpartition(".")
+        pair = Sequential(OrderedDict(u=Linear(1, 1, bias=False), v=Linear(1, 1, bias=bias)))
+        setattr(model.get_submodule(parent), name, pair)
     for path, value in manifest["attributes"].items():
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, value)
@@ -82,7 +88,8 @@ def save(
         The folder.
 
     Raises:
-        ValueError: if the model is of neither library, or there are not as many names as classes.
+        ValueError: before anything is written, if the model is of neither library or holds
+            parameters that its library does not know, or there are not as many names as classes.
     """
     folder = Path(folder)
     nesting = nesting_of(model)
@@ -97,6 +104,7 @@ def save(
     if classes is not None and len(classes) != outputs:
         raise ValueError(f"{len(classes)} class names were given for {outputs} classes")
     small = extract(model, chosen).eval()
+    _refuse_strange(small, _dense(model))
     folder.mkdir(parents=True, exist_ok=True)
     manifest: dict[str, Any] = {
         "format": FORMAT,
@@ -128,6 +136,35 @@ def save(
         if file.is_file():
             file.chmod(0o666 & ~mask)
     return folder
+
+
+def _dense(model: Any) -> nn.Module:
+    """A model as its library builds it, by the arguments of this one."""
+    if isinstance(model, transformers.PreTrainedModel):
+        with torch.device("meta"):
+            return type(model)(copy.deepcopy(model.config))
+    return timm.create_model(model.pretrained_cfg["architecture"], **get_model_args(model))
+
+
+def _low_rank(model: nn.Module) -> dict[str, nn.Sequential]:
+    """Low-rank layers by name: two linear layers u and v in a row (PELA's)."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Sequential and list(module._modules) == ["u", "v"]
+    }
+
+
+def _refuse_strange(small: nn.Module, dense: nn.Module) -> None:
+    known = dense.state_dict().keys()
+    pairs = tuple(f"{name}.{part}." for name in _low_rank(small) for part in "uv")
+    for name in small.state_dict():
+        plain = name.startswith(pairs) and name.endswith((".weight", ".bias"))
+        if name not in known and not plain:
+            raise ValueError(
+                f"{name} is no parameter of {type(dense).__name__}: merge and strip what was added "
+                "to the model first"
+            )
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -274,7 +311,16 @@ def _sizes(small: nn.Module, nesting: Nesting, chosen: Sequence[int]) -> dict[st
     for name, module in small.named_modules():
         if blocks and hasattr(module, "layer_idx"):
             attributes[f"{name}.layer_idx"] = module.layer_idx
-    return {"blocks": blocks, "attributes": attributes}
+    low_rank = _low_rank(small)
+    for name, pair in low_rank.items():
+        for part, layer in pair.named_children():
+            for size in ("in_features", "out_features"):
+                attributes[f"{name}.{part}.{size}"] = getattr(layer, size)
+    return {
+        "blocks": blocks,
+        "attributes": attributes,
+        "low_rank": {name: pair.v.bias is not None for name, pair in low_rank.items()},
+    }
 
 
 def _readme(

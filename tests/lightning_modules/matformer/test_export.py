@@ -14,6 +14,8 @@ import transformers
 
 from lightning_modules.matformer import extract, granularity, nest
 from lightning_modules.matformer.export import save
+from lightning_modules.pela import factorize
+from lightning_modules.vera import add_vera
 
 QUARTERS = (1 / 4, 1 / 2, 3 / 4, 1)
 SMALL = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 4}
@@ -104,6 +106,8 @@ CASES = {  # what, how it is nested, granularity, whether the library alone says
         "M",
         True,
     ),
+    "vit low rank": (lambda: factorize(vit()), {"ffn": QUARTERS}, "M", False),
+    "gpt2 low rank": (lambda: factorize(text("gpt2")), {"ffn": QUARTERS}, [0, 1, 2, 3], False),
     # whatever the family has for hidden neurons: SwiGLU of 8/3 of the width; stages that differ
     "vit eva 224": (
         lambda: timm.create_model("eva02_tiny_patch14_224", num_classes=3, depth=2).eval(),
@@ -246,4 +250,6 @@ def test_what_cannot_be_exported(tmp_path):
     layer = torch.nn.TransformerEncoderLayer(32, 4, 64)
     with pytest.raises(ValueError, match="neither a timm nor a transformers model"):
         save(nest(torch.nn.Sequential(layer)), "S", tmp_path / "a")
+    with pytest.raises(ValueError, match="vera_b is no parameter of VisionTransformer: merge and"):
+        save(nest(add_vera(vit(), 4, "attn.proj")), "S", tmp_path / "a")
     assert not (tmp_path / "a").exists()
