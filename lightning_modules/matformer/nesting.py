@@ -1,0 +1,229 @@
+"""What is nested in a model, and which of its sizes is in use.
+
+`nest` leaves this record as `model.nesting`.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+from torch import nn
+
+from lightning_modules.layouts import FeedForward, Layer
+from lightning_modules.matformer.nested_layers import Nested, slice_layer
+
+GRANULARITIES = ("S", "M", "L", "XL")
+Granularity = str | int | Sequence[int] | Mapping[str, "str | int | Sequence[int]"]
+
+
+@dataclass
+class NestedLayer:
+    """One feed-forward network, attention or stack of blocks whose size varies.
+
+    Attributes:
+        name: path of the module in the model, such as "blocks.3.mlp".
+        axis: "ffn", "heads" or "depth".
+        module: the module whose children are sliced; the list that holds the blocks.
+        widths: neurons, heads (groups of them where keys are shared) or blocks at each
+            granularity, increasing.
+        layer: how its weights lie; None for depth.
+        kept: for depth, the blocks of each granularity.
+        granularity: the one that is set.
+    """
+
+    name: str
+    axis: str
+    module: nn.Module
+    widths: tuple[int, ...]
+    layer: Layer | None = None
+    kept: tuple[tuple[int, ...], ...] = ()
+    granularity: int = -1
+    originals: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def units(self) -> int:
+        """Neurons, heads or blocks in use."""
+        return self.widths[self.granularity]
+
+    def select(self, granularity: int) -> None:
+        """Use the first widths[granularity] units from now on."""
+        self.granularity = granularity
+        if self.layer is None:
+            for index, block in enumerate(self.module.children()):
+                vars(block)["forward"].skipped = index not in self.kept[granularity]
+            return
+        for child in self.slices().values():
+            child.select(self.units)
+        full = self.units == self.widths[-1]
+        off = self.layer.layout.switch_off if isinstance(self.layer, FeedForward) else ()
+        changed = self.layer.attributes(self.units) | ({} if full else dict.fromkeys(off, 0))
+        set_attributes(self.module, self.originals | changed)
+
+    def slices(self) -> dict[str, Nested]:
+        """The children that are sliced (once `nest` is done), by path."""
+        if self.layer is None:
+            return {}
+        return {cut.path: self.module.get_submodule(cut.path) for cut in self.layer.cuts}  # type: ignore[misc]
+
+    def begin(self) -> None:
+        """Make the children sliced and set the largest granularity."""
+        if self.layer is None:
+            for block in self.module.children():
+                block.forward = Skip(block)
+        else:
+            names = self.layer.attributes(self.layer.units)
+            if isinstance(self.layer, FeedForward):
+                names |= dict.fromkeys(self.layer.layout.switch_off, 0)
+            self.originals = {name: attrgetter(name)(self.module) for name in names}
+            for cut in self.layer.cuts:
+                slice_layer(self.module.get_submodule(cut.path), cut)
+        self.select(len(self.widths) - 1)
+
+
+class Skip:
+    """The forward of a residual block that may be skipped: then it returns what it is given."""
+
+    def __init__(self, block: nn.Module):
+        self.block = block
+        self.skipped = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.skipped:
+            return args[0] if args else kwargs["hidden_states"]
+        return type(self.block).forward(self.block, *args, **kwargs)
+
+
+@dataclass
+class Nesting:
+    """What `nest` did to a model; kept as `model.nesting`.
+
+    Attributes:
+        axes: fractions at each granularity, by "ffn", "heads", "depth".
+        layers: what varies, in the model's order.
+    """
+
+    axes: dict[str, tuple[float, ...]]
+    layers: list[NestedLayer]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The granularities' names: S, M, L, XL when there are four, else "0", "1", …"""
+        count = len(next(iter(self.axes.values())))
+        return GRANULARITIES if count == 4 else tuple(str(i) for i in range(count))
+
+    def resolve(self, granularity: Granularity) -> list[int]:
+        """The granularity's index for each layer.
+
+        Args:
+            granularity: one name or index for all layers; one index for each layer, in the order
+                of `layers`; or either of these by axis, where an axis that is left out is largest.
+
+        Raises:
+            ValueError: for an unknown name, index or axis, or a list of another length.
+        """
+        if not isinstance(granularity, Mapping):
+            return self._indices(granularity, len(self.layers))
+        for axis in granularity:
+            if axis not in self.axes:
+                raise ValueError(
+                    f"unknown axis {axis!r}: this model is nested in {', '.join(self.axes)}"
+                )
+        chosen = {
+            axis: iter(
+                self._indices(
+                    granularity.get(axis, len(self.names) - 1),
+                    sum(layer.axis == axis for layer in self.layers),
+                )
+            )
+            for axis in self.axes
+        }
+        return [next(chosen[layer.axis]) for layer in self.layers]
+
+    def _indices(self, granularity: Any, layers: int) -> list[int]:
+        names = self.names
+        if isinstance(granularity, str):
+            if granularity not in names:
+                raise ValueError(
+                    f"unknown granularity {granularity!r}: this model has {', '.join(names)}"
+                )
+            return [names.index(granularity)] * layers
+        chosen = [granularity] * layers if isinstance(granularity, int) else list(granularity)
+        if len(chosen) != layers:
+            raise ValueError(
+                f"granularity {chosen} has {len(chosen)} entries: this model has {layers} nested "
+                "layers, give one index for each"
+            )
+        for index in chosen:
+            if not 0 <= index < len(names):
+                raise ValueError(
+                    f"unknown granularity {index}: this model has 0 to {len(names) - 1} "
+                    f"({', '.join(names)})"
+                )
+        return chosen
+
+    def label(self, granularity: Granularity) -> str:
+        """A short name: "M"; "M*8+L*4" for a list; "heads:M,ffn:L" where axes differ."""
+        chosen = self.resolve(granularity)
+        if len(set(chosen)) == 1 or len(self.axes) == 1:
+            return self._runs(chosen)
+        return ",".join(
+            f"{axis}:"
+            + self._runs([i for i, x in zip(chosen, self.layers, strict=True) if x.axis == axis])
+            for axis in self.axes
+        )
+
+    def _runs(self, chosen: Sequence[int]) -> str:
+        runs = [(self.names[i], len(list(group))) for i, group in itertools.groupby(chosen)]
+        return runs[0][0] if len(runs) == 1 else "+".join(f"{name}*{k}" for name, k in runs)
+
+
+def nesting_of(model: nn.Module) -> Nesting:
+    """The record of what `nest` did to the model.
+
+    Raises:
+        ValueError: if the model is not nested.
+    """
+    nesting = getattr(model, "nesting", None)
+    if nesting is None:
+        raise ValueError(
+            f"{type(model).__name__} is not nested: call nest(model) first (in YAML: set "
+            "model.fractions, or leave GranularitySampling out of trainer.callbacks)"
+        )
+    return nesting
+
+
+def set_granularity(model: nn.Module, granularity: Granularity) -> None:
+    """Use the given submodel from now on.
+
+    Args:
+        model: a nested model.
+        granularity: "S", "M", "L", "XL" or an index, for all layers; one index for each layer; or
+            {"ffn": …, "heads": …}.
+
+    Raises:
+        ValueError: if the model is not nested, or there is no such granularity.
+    """
+    nesting = nesting_of(model)
+    for layer, index in zip(nesting.layers, nesting.resolve(granularity), strict=True):
+        layer.select(index)
+
+
+@contextmanager
+def granularity(model: nn.Module, granularity: Granularity) -> Iterator[nn.Module]:
+    """Use the given submodel inside a `with`, and then again the one that was set before."""
+    before = [layer.granularity for layer in nesting_of(model).layers]
+    set_granularity(model, granularity)
+    try:
+        yield model
+    finally:
+        set_granularity(model, before)
+
+
+def set_attributes(module: nn.Module, values: Mapping[str, Any]) -> None:
+    """Set attributes by dotted name, "self.num_attention_heads" for example."""
+    for name, value in values.items():
+        path, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(path), attribute, value)
