@@ -32,8 +32,8 @@ class MatViT(ElasticModule):
         model_args: further arguments of timm.create_model.
         pretrained: start from the hub's weights. Like init_from not part of the checkpoint.
         init_from: start from the weights of a checkpoint, state_dict or safetensors file.
-        fractions: share of the hidden neurons (or heads) at each granularity; null for none.
-        part: what is nested, "ffn" or "heads".
+        fractions: share of the hidden neurons (heads, blocks) at each granularity; null for none.
+        part: what is nested, "ffn", "heads" or "depth".
         joint: null trains the granularity that is drawn. "mean" or "sum" puts every batch through
             all granularities and takes the mean or sum of their losses.
         split_batch: with `joint`, cut the batch into one piece for each granularity instead of
@@ -71,7 +71,7 @@ class MatViT(ElasticModule):
         pretrained: bool = False,
         init_from: str | None = None,
         fractions: list[float] | None = [0.125, 0.25, 0.5, 1.0],  # noqa: B006  (jsonargparse)
-        part: Literal["ffn", "heads"] = "ffn",
+        part: Literal["ffn", "heads", "depth"] = "ffn",
         joint: Literal["mean", "sum"] | None = None,
         split_batch: bool = False,
         idle_tail: Literal["frozen", "moving"] = "frozen",

@@ -65,7 +65,8 @@ def nest(
             is 1. Section 3.1: FFN ratios {0.5, 1, 2, 4} of d_model are 1/8, 1/4, 1/2, 1; Appendix
             F.2 takes 1/4, 1/2, 3/4, 1 of the heads. Or several axes at once, {"ffn": …,
             "heads": …}, equally many fractions each; there neighbours may be equal in one of them.
-        part: the axis, where only one is given: "ffn", "heads" or "depth".
+        part: the axis, where only one is given: "ffn", "heads" or "depth". A block that is skipped
+            has no gradient: DDP needs find_unused_parameters then.
 
     Returns:
         The same model; `model.nesting` says what varies.
