@@ -138,7 +138,8 @@ CLAIMS = [
 
 def declare(run: Run) -> None:
     """Train every row, then look at them."""
-    rows = run.rows([*NESTED, INDEPENDENT, *PROBABILITIES, "widths"], ROWS.get(run.preset))
+    main = [*NESTED, INDEPENDENT, *PROBABILITIES]
+    rows = run.rows([*main, "widths"], ROWS.get(run.preset, main))
     for seed in run.seeds:
         stages = {row: nested(run, row, seed) for row in rows if row in (*NESTED, *PROBABILITIES)}
         alone = {}
@@ -160,8 +161,11 @@ def declare(run: Run) -> None:
             declare_widths(run, seed)
 
 
-# What a preset trains without --rows.
-ROWS = {"tiny": ["matlm", "joint", "per_layer", INDEPENDENT]}
+# What a preset trains without --rows; others train all but the widths.
+ROWS = {
+    "tiny": ["matlm", "joint", "per_layer", INDEPENDENT],
+    "small": [*NESTED, INDEPENDENT, *PROBABILITIES, "widths"],
+}
 WIDTHS = (1 / 4, 1 / 2, 3 / 4, 1)  # of the preset's hidden size, for the scaling law
 
 
