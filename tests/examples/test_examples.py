@@ -1,0 +1,73 @@
+"""The examples run as their first lines say, in a process of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import transformers
+from PIL import Image
+
+from datamodules.tokens import train_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+COLORS = {"blue": (20, 30, 220), "red": (220, 20, 30)}
+
+
+def run(example, *arguments):
+    """What an example's main, called with arguments, prints."""
+    code = f"import sys; sys.path.insert(0, 'examples'); import {example}; {example}.main("
+    code += ", ".join(map(repr, arguments)) + ")"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert len((ROOT / "examples" / f"{example}.py").read_text().splitlines()) < 42
+    return done.stdout
+
+
+def test_own_images(tmp_path):
+    noise = np.random.default_rng(0)
+    for name, color in COLORS.items():
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for number in range(20):
+            pixels = np.clip(noise.integers(-20, 20, (16, 16, 3)) + color, 0, 255)
+            Image.fromarray(pixels.astype(np.uint8)).save(
+                tmp_path / "data" / name / f"{number}.png"
+            )
+    folder = tmp_path / "run"
+    out = run(
+        "own_images", f"{str(tmp_path / 'data')!r}", "4", "16", f"{str(folder)!r}", folder=folder
+    )
+    lines = [line for line in out.splitlines() if line.startswith(("S: ", "M: ", "L: ", "XL: "))]
+    assert len(lines) == 8
+    for line in lines:
+        assert line.split(": ")[2].split(" ")[0] in COLORS
+
+
+def test_own_text(tmp_path):
+    sentences = [f"a {word} film {n}" for n in range(20) for word in ("dull", "funny")]
+    rows = [f"{text},{'good' if 'funny' in text else 'poor'}" for text in sentences]
+    (tmp_path / "own.csv").write_text("\n".join(["sentence,label", *rows]) + "\n")
+    base = tmp_path / "base"
+    train_tokenizer(sentences, 300).save_pretrained(base)
+    config = transformers.BertConfig(
+        vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=64, pad_token_id=0,
+    )  # fmt: skip
+    transformers.BertModel(config).save_pretrained(base)
+    folder = tmp_path / "run"
+    out = run("own_text", str(tmp_path / "own.csv"), str(base), 1, str(folder))
+    answers = [line for line in out.splitlines() if line.startswith("a ")]
+    assert len(answers) == 2
+    assert all(line.split(": ")[1].split(" ")[0] in ("good", "poor") for line in answers)
+    assert json.loads((folder / "adapter" / "manifest.json").read_text())["rank"] == 256
+
+
+@pytest.mark.parametrize("example", ["own_images", "own_text"])
+def test_readme_names_it(example):
+    assert f"examples/{example}.py" in (ROOT / "README.md").read_text()
