@@ -199,6 +199,8 @@ def test_tiny_images(tmp_path, monkeypatch):
     radii = [finished(run, one).settings.model.init_args.method_args["radius"] for one in trials]
     chosen = updates[f"{name} mars"]["hyper_parameters"]["method_args"]["radius"]
     assert radii == [0.5, 1.0] and chosen == radii[scores.index(max(scores))]
+    for claim in experiment("images").CLAIMS:  # its metrics and rows are the table's
+        judge(claim, table)
     text = (run.out / "report.md").read_text()
     assert "smoke test" in text and "| largest class |" in text and "(rounds.png)" in text
     assert "72.74 ± 0.57" in text and "mae.png" in text
@@ -225,6 +227,20 @@ def test_tiny_text(tmp_path):
     assert (select(table, {"metric": "updates"})["value"] == 4).all()
     assert (select(table, {"metric": "begins_with_original"})["value"] == 1).all()
     assert len(by_seed(table, "new_f1", here)) == 1  # texts that are not in training too
+    # the score is the last checkpoint's, on the test part, which is not the validation part
+    stage = finished(run, "generated self_distillation")
+    module, data = Finetuning.load_from_checkpoint(stage.checkpoint).eval(), stage.datamodule()
+    with torch.no_grad():
+        losses = [
+            torch.nn.functional.cross_entropy(
+                module({k: v for k, v in batch.items() if k != "labels"}),
+                batch["labels"],
+                reduction="none",
+            )
+            for batch in data.test_dataloader()
+        ]
+    assert len(torch.cat(losses)) == 96
+    assert by_seed(table, "loss", here)[0] == pytest.approx(torch.cat(losses).mean().item(), 1e-4)
     distil = finished(run, "generated adapt distil")
     assert Adaptation.load_from_checkpoint(distil.checkpoint).match == "all"
 
