@@ -33,7 +33,7 @@ class SaveAdapter(L.Callback):
             return
         best = best_checkpoint(trainer)
         folder = Path(self.folder or Path(trainer.default_root_dir) / "adapter")
-        save_adapter(model, folder, state=best, about=describe(pl_module, trainer))
+        save_adapter(model, folder, checkpoint=best, about=describe(pl_module, trainer))
         log.info("SaveAdapter: wrote %s, of %s", folder, best or "the last step")
 
 

@@ -38,7 +38,7 @@ def save_adapter(
     model: nn.Module,
     folder: str | Path,
     projections: bool = False,
-    state: Mapping[str, Tensor] | Path | None = None,
+    checkpoint: str | Path | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the vectors and the heads of an adapted model to a folder.
@@ -50,8 +50,7 @@ def save_adapter(
         folder: is made when it is missing.
         projections: write A and B too, so that loading does not rely on the generator. Matrices
             that no seed gives (an adapter from elsewhere) are written in any case.
-        state: vectors and heads to write instead of the model's, by the model's names: those of a
-            checkpoint of the same run, or its file.
+        checkpoint: of the same run; its vectors and heads are written instead of the model's.
         about: further entries of the manifest, such as the name of the base and of the classes.
 
     Returns:
@@ -63,11 +62,9 @@ def save_adapter(
     """
     record = vera_of(model)
     folder = Path(folder)
-    if isinstance(state, Path):
-        state = read_state_dict(state)
-    values = {**model.state_dict(), **(state or {})}
+    values = {**model.state_dict(), **(read_state_dict(checkpoint) if checkpoint else {})}
     vectors = [
-        [_whole(values[f"{name}.{attribute}"]) for attribute in piece.names]
+        [_gathered(values[f"{name}.{attribute}"]) for attribute in piece.names]
         for name, layer in layers_of(model).items()
         for piece in layer.slices
     ]
@@ -77,7 +74,7 @@ def save_adapter(
     }
     for name, tensor in values.items():
         if in_heads(name, record.heads):
-            tensors[f"head.{name}"] = _whole(tensor).clone()
+            tensors[f"head.{name}"] = _gathered(tensor).clone()
     pairs = projections_of(model)
     projections = projections or any(pair.given is not None for pair in pairs)
     if projections and not record.shared:
@@ -175,9 +172,9 @@ def read_adapter(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]
         manifest = json.loads(file.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is not readable JSON ({error}): save the adapter again") from None
-    found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found != FORMAT or manifest.get("method") != "vera":
-        raise ValueError(f"{file} has format {found!r}, expected VeRA's {FORMAT}: save it again")
+    version = manifest.get("format") if isinstance(manifest, dict) else None
+    if version != FORMAT or manifest.get("method") != "vera":
+        raise ValueError(f"{file} has format {version!r}, expected VeRA's {FORMAT}: save it again")
     expected = {*Vera.__dataclass_fields__, "torch", "projections_sha256", "base_sha256"}
     if missing := expected - manifest.keys():
         raise ValueError(f"{file} lacks {', '.join(sorted(missing))}: save the adapter again")
@@ -223,12 +220,12 @@ def check_adapter(
     Raises:
         ValueError: if one of rank, seed, init, sharing, layers, A and B, or base differs.
     """
-    own = vera_of(model)
+    record = vera_of(model)
     for field in ("rank", "seed", "init", "shared"):
-        if manifest[field] != getattr(own, field):
+        if manifest[field] != getattr(record, field):
             raise ValueError(
                 f"the adapter in {folder} has {field} {manifest[field]!r}, but the model has "
-                f"{getattr(own, field)!r}: strip(model) and load it again, or add VeRA alike"
+                f"{getattr(record, field)!r}: strip(model) and load it again, or add VeRA alike"
             )
     shapes = layer_shapes(model)
     if shapes != manifest["layers"]:
@@ -243,9 +240,9 @@ def check_adapter(
         )
     if _sha256_of_projections(model) != manifest["projections_sha256"]:
         raise ValueError(
-            f"seed {own.seed} gives other matrices A and B in torch {torch.__version__} than those "
-            f"that the adapter in {folder} was trained with (torch {manifest['torch']}): load it "
-            "with that torch, and save it there with projections=True"
+            f"seed {record.seed} gives other matrices A and B in torch {torch.__version__} than "
+            f"those that the adapter in {folder} was trained with (torch {manifest['torch']}): "
+            "load it with that torch, and save it there with projections=True"
         )
     if check_base and base_sha256(model) != manifest["base_sha256"]:
         raise ValueError(
@@ -287,7 +284,7 @@ def sha256_of(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 over names, shapes, types and bytes, in the order of the names."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        tensor = _whole(tensor)
+        tensor = _gathered(tensor)
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
@@ -303,7 +300,7 @@ def _sha256_of_projections(model: nn.Module) -> list[str]:
     ]
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _gathered(tensor: Tensor) -> Tensor:
     """The tensor on the CPU; put together from its shards where FSDP2 has sharded it."""
     tensor = tensor.detach()
     if isinstance(tensor, torch.distributed.tensor.DTensor):
@@ -342,16 +339,16 @@ def head_tensors(
     Raises:
         ValueError: if one is missing or has another shape.
     """
-    own = {n: t for n, t in model.state_dict().items() if in_heads(n, record.heads)}
+    present = {n: t for n, t in model.state_dict().items() if in_heads(n, record.heads)}
     saved = {n.removeprefix("head."): t for n, t in tensors.items() if n.startswith("head.")}
-    for name in sorted(own.keys() | saved.keys()):
-        shapes = [tuple(d[name].shape) if name in d else None for d in (saved, own)]
+    for name in sorted(present.keys() | saved.keys()):
+        shapes = [tuple(d[name].shape) if name in d else None for d in (saved, present)]
         if shapes[0] != shapes[1]:
             raise ValueError(
                 f"the head tensor {name} has shape {shapes[0]} in {folder} and {shapes[1]} in the "
                 "model: build the model with the adapter's number of classes"
             )
-    return {name: (own[name], saved[name]) for name in own}
+    return {name: (present[name], saved[name]) for name in present}
 
 
 def _some(names: list[str]) -> str:

@@ -187,14 +187,15 @@ def from_peft(model: nn.Module, folder: str | Path) -> nn.Module:
     shapes = [shape_of(modules[name]) for name in layers]
     outputs, inputs = (max(sizes) for sizes in zip(*shapes, strict=True))
     expected = _expected(layers, shapes, rank)
-    own = model.state_dict()
-    expected |= {n: tuple(t.shape) for n, t in own.items() if in_heads(n, heads)}
-    found = {n: tuple(t.shape) for n, t in tensors.items()}
-    if found != expected:
-        wrong = sorted(n for n in found.keys() | expected if found.get(n) != expected.get(n))[0]
+    state = model.state_dict()
+    expected |= {n: tuple(t.shape) for n, t in state.items() if in_heads(n, heads)}
+    shapes_read = {n: tuple(t.shape) for n, t in tensors.items()}
+    if shapes_read != expected:
+        names_read = shapes_read.keys() | expected.keys()
+        wrong = min(n for n in names_read if shapes_read.get(n) != expected.get(n))
         raise ValueError(
-            f"{wrong} has shape {found.get(wrong)} in {folder}, but {expected.get(wrong)} fits "
-            f"{type(model).__name__}: load it into the base that it was trained on"
+            f"{wrong} has shape {shapes_read.get(wrong)} in {folder}, but {expected.get(wrong)} "
+            f"fits {type(model).__name__}: load it into the base that it was trained on"
         )
     matrices = _given(rank, inputs, outputs, seed, given, folder)
     record = Vera(

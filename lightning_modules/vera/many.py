@@ -69,17 +69,17 @@ class Adapters:
         manifest, tensors = read_adapter(folder)
         if not hasattr(self.model, "vera"):
             load_adapter(self.model, folder, self.check_base)
-        own = vera_of(self.model)
-        if record_from(manifest).heads != own.heads:
+        record = vera_of(self.model)
+        if record_from(manifest).heads != record.heads:
             raise ValueError(
                 f"the adapter in {folder} has heads {manifest['heads']}, but the model has "
-                f"{list(own.heads)}: adapters of one batch need the same heads"
+                f"{list(record.heads)}: adapters of one batch need the same heads"
             )
         known = self._base == manifest["base_sha256"]
         check_adapter(self.model, manifest, folder, self.check_base and not known)
         self._base = manifest["base_sha256"]
         vectors = vectors_of(self.model)
-        heads = head_tensors(self.model, own, tensors, folder)
+        heads = head_tensors(self.model, record, tensors, folder)
         self._vectors[name] = {
             key: (b.to(vectors[key][0]), d.to(vectors[key][1]))
             for key, (b, d) in split_vectors(manifest, tensors).items()

@@ -8,8 +8,7 @@ model is and how a batch becomes logits.
 
 import io
 import warnings
-from collections.abc import Mapping
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -26,7 +25,7 @@ from lightning_modules.optim import (
 )
 from lightning_modules.tuning import Tuning, trainable, tune
 from lightning_modules.vera.adapter import sha256_of
-from lightning_modules.vera.projections import Init
+from lightning_modules.vera.method_args import ARGUMENTS, MethodArgs, complete, upgraded
 from lightning_modules.vera.scores import loss_of
 from lightning_modules.vera.targets import in_heads, query_and_value
 from lightning_modules.vera.vera import add_vera
@@ -34,45 +33,6 @@ from lightning_modules.weights import load_completely, load_weights, refuse_anot
 
 IGNORED = -100  # label of what only pads
 NOT_MERGED = "give weights of this architecture; merge those of a run with adapters first"
-
-
-class MethodArgs(TypedDict, total=False):
-    """Further arguments of a method: of `add_vera` (the first five), or of `tune`.
-
-    Attributes:
-        d_init: what every entry of VeRA's d starts at.
-        seed: VeRA's A and B are drawn from it.
-        init: how they are drawn.
-        shared: one A and B for all layers (else Table 7's "unique").
-        train: VeRA's trained vectors, b and d (or one of them, Table 6).
-        alpha: LoRA's scale is alpha / rank; rank when left out.
-        vectors: number of vectors in VB-LoRA's bank.
-        vector_length: their length.
-        budget: number of APET's parameters; `seed` draws their positions.
-        operations: what they are, "add", "concat", "plug".
-    """
-
-    d_init: float
-    seed: int
-    init: Init
-    shared: bool
-    train: list[str]
-    alpha: float
-    vectors: int
-    vector_length: int
-    budget: int
-    operations: list[str]
-
-
-ARGUMENTS = {
-    "vera": ("d_init", "seed", "init", "shared", "train"),
-    "lora": ("alpha",),
-    "lora_fa": ("alpha",),
-    "randlora": ("alpha", "seed"),
-    "vblora": ("vectors", "vector_length"),
-    "prompt": ("seed",),
-    "apet": ("budget", "seed", "operations"),
-}
 
 
 class FineTuning(L.LightningModule):
@@ -315,26 +275,3 @@ class FineTuning(L.LightningModule):
         assert self.model is not None
         named = self.model.named_parameters(remove_duplicate=False)
         return {f"model.{name}": p for name, p in named if not p.requires_grad}
-
-
-def complete(hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """`method_args` with VeRA's defaults filled in, of which those that make A, B, b and d."""
-    defaults = {"seed": 0, "init": "kaiming_uniform", "shared": True, "train": ["b", "d"]}
-    arguments = {**(hparams.get("method_args") or {})}
-    if hparams.get("method") != "vera":
-        return arguments
-    arguments.pop("d_init", None)  # where d started is no matter once it is loaded
-    return defaults | arguments
-
-
-def upgraded(hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters of a checkpoint from before `method_args`, as they are now."""
-    saved = dict(hparams)
-    if "betas" not in saved:
-        return saved
-    del saved["betas"]
-    flat = {name: saved.pop(name, None) for name in ("d_init", "init", "shared", "train", "alpha")}
-    flat["seed"] = saved.pop("projection_seed", None)
-    known = ARGUMENTS.get(saved.get("method", "vera"), ())
-    saved["method_args"] = {n: v for n, v in flat.items() if n in known and v is not None}
-    return saved
