@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from datamodules.loading import PartsData
 from datamodules.tables import column_error
 from datamodules.token_files import Blocks, TokenFile, TokenStream, Windows, write_tokens
-from datamodules.tokens import load_tokenizer, train_tokenizer
+from datamodules.tokens import load_tokenizer, tokenizer_state, train_tokenizer
 
 Source = Literal["python", "files", "datasets"]
 BYTES = 259  # entries of `train_tokenizer`'s tokenizer when it has no merges: one for each byte
@@ -178,6 +178,17 @@ class CorpusData(PartsData):
         """One line: how many tokens of which file; see `PartsData.members`."""
         stream = self.stream(part)
         return [json.dumps({**stream.file.manifest, "used": len(stream)}, sort_keys=True)], False
+
+    def describe(self) -> dict[str, Any]:
+        """A prompt is a text as it stands, short enough that some may follow it."""
+        return {
+            "kind": "prompts",
+            "template": "{input}",
+            "before": [],
+            "behind": [],
+            "tokenizer": tokenizer_state(self.tokenizer),
+            "max_length": max(self.length // 2, self.length - 64),
+        }
 
     def _exists(self, part: str) -> bool:
         """Whether a part has documents of its own, and is not cut off the training part."""

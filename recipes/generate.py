@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
-from datamodules.tokens import load_tokenizer
+from datamodules.tokens import load_tokenizer, tokenizer_from
 from lightning_modules.backbones import build_text
 from lightning_modules.matformer import MatLM, set_granularity
 from lightning_modules.matformer.speculative import SpeculationRecord, speculative_generate
+from recipes.predict import described
 
 
 def main(argv: Sequence[str] | None = None) -> str:
@@ -100,29 +99,15 @@ def load(source: str) -> tuple[Any, Any]:
 
     Raises:
         FileNotFoundError: there is no such file or folder.
-        ValueError: the checkpoint holds no MatLM, or no tokenizer.
+        ValueError: the checkpoint is of another module, or does not say so.
     """
-    path = Path(source)
-    if path.is_dir():
+    if Path(source).is_dir():
         return build_text(source, "causal", {}, pretrained=True).eval(), load_tokenizer(source)
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{source} is not there: give a checkpoint (runs/…/checkpoints/last.ckpt) or a folder"
-        )
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    told = checkpoint.get("tokenizer")
-    if told is None or "config" not in checkpoint.get("hyper_parameters", {}):
-        raise ValueError(
-            f"{source} is no checkpoint of MatLM with its tokenizer: give one that "
-            "recipes.matformer.matlm or recipes.matformer.elastic has written"
-        )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(told["json"]),
-        eos_token=told["eos_token"],
-        pad_token=told["pad_token"],
-    )
-    model = MatLM.load_from_checkpoint(path, map_location="cpu").model
-    return model.eval(), tokenizer
+    description, module = described(source)
+    if module is not MatLM:
+        raise ValueError(f"{source} is a checkpoint of {module.__name__}, expected one of MatLM")
+    model = MatLM.load_from_checkpoint(source, map_location="cpu", weights_only=True).model
+    return model.eval(), tokenizer_from(description["tokenizer"])
 
 
 def granularity(text: str) -> str | list[int]:

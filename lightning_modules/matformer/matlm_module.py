@@ -14,7 +14,7 @@ from lightning_modules.backbones import build_text, shard
 from lightning_modules.matformer.consistency import SubmodelMetrics, score_tokens
 from lightning_modules.matformer.elastic_module import ElasticModule
 from lightning_modules.matformer.idle_tail import freeze_idle_tail
-from lightning_modules.matformer.nest import nest
+from lightning_modules.matformer.nest import Granularity, nest, nesting_of, set_granularity
 from lightning_modules.optim import (
     build_optimizer,
     parameter_groups,
@@ -166,6 +166,15 @@ class MatLM(ElasticModule):
         models = {label: partial(self.submodel, chosen) for label, chosen in self.submodels.items()}
         score_tokens(self.metrics, models, batch, self.model.config.vocab_size)
 
+    @property
+    def granularity(self) -> list[int]:
+        """What predicts: one index for each layer. Set as `set_granularity` takes it."""
+        return [layer.granularity for layer in nesting_of(self.model).layers]
+
+    @granularity.setter
+    def granularity(self, chosen: Granularity) -> None:
+        set_granularity(self.model, chosen)
+
     def averages(self) -> dict[str, dict[str, Tensor]]:
         """Those of every method, and perplexity."""
         averages = super().averages()
@@ -185,13 +194,3 @@ class MatLM(ElasticModule):
             freeze_idle_tail(optimizer, self.model)
         total = training_steps(self.trainer)
         return with_schedule(optimizer, h.schedule, h.warmup_steps, total, h.schedule_args)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the tokenizer, so that the checkpoint can write text by itself."""
-        tokenizer: Any = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
-        if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
-            checkpoint["tokenizer"] = {
-                "json": backend.to_str(),
-                "eos_token": tokenizer.eos_token,
-                "pad_token": tokenizer.pad_token,
-            }

@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 from lightning_modules.matformer import set_granularity
 from lightning_modules.matformer.speculative import speculative_generate
 from recipes import generate
+from recipes.export import export
 from recipes.matformer import elastic, matlm, scaling
 from recipes.matformer.language import load
+from recipes.predict import Predictor
 from recipes.records import read_record
 from recipes.results import read
 
@@ -146,8 +148,20 @@ def test_what_cannot_be_written_is_said(trained, arguments, said):
 
 def test_another_file_is_no_checkpoint_of_matlm(tmp_path):
     torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
-    with pytest.raises(ValueError, match="no checkpoint of MatLM"):
+    with pytest.raises(ValueError, match="does not say what it was trained on"):
         generate.load(str(tmp_path / "other.ckpt"))
+
+
+def test_predict_and_export_take_its_checkpoints(trained, tmp_path):
+    file = trained.out / "seed0" / "matlm" / "checkpoints" / "last.ckpt"
+    ids = torch.randint(259, (1, 9))
+    [answer] = Predictor(file, granularity="S", max_new_tokens=8, device="cpu")(["def f(x):"])
+    assert isinstance(answer.label, str)
+    export(Predictor(file, device="cpu"), tmp_path / "S", None, "S")
+    small = AutoModelForCausalLM.from_pretrained(tmp_path / "S")
+    model = load(file).cpu()
+    set_granularity(model, "S")
+    assert torch.allclose(small(ids).logits, model(ids).logits, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
