@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +25,7 @@ import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
 from callbacks.seeding import SeedEveryStep
@@ -115,6 +117,8 @@ class RecipeCLI(LightningCLI):
 
         Lightning then writes it only when the monitored value has become better.
         """
+        if self._get(self.config_init, "trainer.logger") in (None, True):
+            kwargs["logger"] = loggers(self._get(self.config_init, "trainer.default_root_dir"))
         trainer: Any = super().instantiate_trainer(**kwargs)
         trainer.callbacks.extend(self.further_callbacks)
         checkpoint = trainer.checkpoint_callback
@@ -132,6 +136,18 @@ class RecipeCLI(LightningCLI):
         Lightning would let the checkpoint's hyperparameters win over the file silently; the
         modules compare the two instead and refuse another model's checkpoint.
         """
+
+
+def loggers(folder: str | None) -> list[Logger]:
+    """Those of a run that names none: CSV always, TensorBoard where it is installed.
+
+    Args:
+        folder: the curves lie below it in lightning_logs/version_0, …; here when None.
+    """
+    table = CSVLogger(folder or ".")
+    if find_spec("tensorboard") is None:
+        return [table]
+    return [table, TensorBoardLogger(folder or ".", version=table.version)]
 
 
 class _ParseOnly(RecipeCLI):

@@ -1,0 +1,47 @@
+"""Curves of a single stage: CSV and TensorBoard, early stopping and the learning rate by flags."""
+
+import csv
+
+from recipes import cli
+from tests.recipes.stage_runs import RECIPES
+
+
+def fit(folder, *options):
+    """A few epochs of MatViT on digits."""
+    cli.main(
+        [
+            *("fit", "-c", str(RECIPES / "matformer" / "matvit.yaml"), "--preset", "tiny"),
+            *("--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1"),
+            *("--trainer.check_val_every_n_epoch=1", "--trainer.log_every_n_steps=1"),
+            *(f"--trainer.default_root_dir={folder}", f"--checkpoint.dirpath={folder}"),
+            *("--trainer.enable_progress_bar=false", *options),
+        ]
+    )
+
+
+def test_a_table_always_and_tensorboard_beside_it(tmp_path):
+    fit(tmp_path, "--trainer.max_epochs=2")
+    fit(tmp_path, "--trainer.max_epochs=1")
+    for version in (0, 1):
+        [logs] = [tmp_path / "lightning_logs" / f"version_{version}"]
+        assert (logs / "metrics.csv").is_file()
+        assert len(list(logs.glob("events.out.tfevents.*"))) == 1
+
+
+def test_a_logger_that_is_named_is_the_only_one(tmp_path):
+    fit(tmp_path, "--trainer.max_epochs=1", "--trainer.logger=CSVLogger",
+        f"--trainer.logger.save_dir={tmp_path}", "--trainer.logger.name=own")  # fmt: skip
+    assert (tmp_path / "own" / "version_0" / "metrics.csv").is_file()
+    assert not (tmp_path / "lightning_logs").exists()
+
+
+def test_early_stopping_and_the_learning_rate_by_flags(tmp_path):
+    fit(tmp_path, "--trainer.max_epochs=30",
+        "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val/accuracy", "--trainer.callbacks.mode=max",
+        "--trainer.callbacks.patience=1", "--trainer.callbacks.min_delta=100",
+        "--trainer.callbacks+=LearningRateMonitor")  # fmt: skip
+    file = tmp_path / "lightning_logs" / "version_0" / "metrics.csv"
+    rows = list(csv.DictReader(file.open()))
+    epochs = {int(row["epoch"]) for row in rows if row.get("epoch")}
+    assert max(epochs) == 1  # no accuracy rises by 100: it stops after two epochs
+    assert any(row.get("lr-AdamW/pg1") or row.get("lr-AdamW") for row in rows)
