@@ -37,7 +37,8 @@ def test_a_logger_that_is_named_is_the_only_one(tmp_path):
 
 def test_early_stopping_and_the_learning_rate_by_flags(tmp_path):
     fit(tmp_path, "--trainer.max_epochs=30",
-        "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val/accuracy", "--trainer.callbacks.mode=max",
+        "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val/accuracy",
+        "--trainer.callbacks.mode=max",
         "--trainer.callbacks.patience=1", "--trainer.callbacks.min_delta=100",
         "--trainer.callbacks+=LearningRateMonitor")  # fmt: skip
     file = tmp_path / "lightning_logs" / "version_0" / "metrics.csv"
