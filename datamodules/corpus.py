@@ -20,7 +20,14 @@ from torch.utils.data import Dataset
 
 from datamodules.loading import PartsData
 from datamodules.tables import column_error
-from datamodules.token_files import Blocks, TokenFile, TokenStream, Windows, write_tokens
+from datamodules.token_files import (
+    Blocks,
+    TokenFile,
+    TokenStream,
+    Windows,
+    appearing,
+    write_tokens,
+)
 from datamodules.tokens import load_tokenizer, tokenizer_state, train_tokenizer
 
 Source = Literal["python", "files", "datasets"]
@@ -230,9 +237,10 @@ class CorpusData(PartsData):
             )
         digest = hashlib.sha256(self._tokenizer_key().encode()).hexdigest()[:16]
         folder = self.cache / f"tokenizer-{digest}"
-        if not (folder / "tokenizer.json").is_file():
+        if not folder.is_dir():
             made = train_tokenizer(self._some_text(), self.trained_size)
-            made.save_pretrained(folder)
+            with appearing(folder) as scratch:
+                made.save_pretrained(scratch)
         return load_tokenizer(str(folder))
 
     def _some_text(self) -> Iterator[str]:

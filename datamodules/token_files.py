@@ -8,7 +8,8 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,27 @@ def fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
+@contextmanager
+def appearing(folder: Path) -> Iterator[Path]:
+    """A scratch folder, to be filled, that takes its name when all is in it.
+
+    Of several processes that write the same at the same time, the first one's stays.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    try:
+        yield scratch
+        try:
+            scratch.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
 def write_tokens(documents: Iterable[str], tokenizer: Any, folder: str | Path) -> Path:
     """Tokenise documents into a folder; only a few of them are in memory at a time.
-
-    Processes that write the same folder at the same time do not disturb each other: it appears
-    once it is complete.
 
     Args:
         documents: texts; empty ones are left out.
@@ -63,9 +80,7 @@ def write_tokens(documents: Iterable[str], tokenizer: Any, folder: str | Path) -
             f"The tokenizer {tokenizer.name_or_path!r} has no end-of-text token, expected one that "
             "ends each document: choose another with --data.tokenizer."
         )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-    try:
+    with appearing(folder) as scratch:
         dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
         ends, size, texts = [0], 0, (text for text in documents if text)
         with (scratch / "tokens.bin").open("wb") as file:
@@ -91,10 +106,6 @@ def write_tokens(documents: Iterable[str], tokenizer: Any, folder: str | Path) -
             "bytes": size,
         }
         (scratch / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
-        if not folder.is_dir():
-            scratch.rename(folder)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     return folder
 
 

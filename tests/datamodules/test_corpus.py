@@ -198,6 +198,16 @@ def test_a_token_file_is_taken_as_it_is_and_another_tokenizer_s_refused(corpus):
         TokenFile(corpus.parent / "nothing", BYTE)
 
 
+def test_of_two_writers_the_first_one_s_folder_stays(tmp_path):
+    def documents():
+        yield "late"
+        write_tokens(["first"], BYTE, tmp_path / "tokens")  # another process, meanwhile
+
+    write_tokens(documents(), BYTE, tmp_path / "tokens")
+    assert TokenFile(tmp_path / "tokens", BYTE).tokens.tolist() == ids_of(["first"])
+    assert [path.name for path in tmp_path.iterdir()] == ["tokens"]
+
+
 def test_a_changed_corpus_is_tokenised_again(corpus):
     before = corpus_data(corpus).token_file("train").manifest["tokens"]
     corpus.write_text(corpus.read_text() + json.dumps({"text": "one more"}) + "\n")
