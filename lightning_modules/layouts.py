@@ -89,10 +89,7 @@ class FeedForward(Layer):
     layout: FeedForwardLayout
 
     def attributes(self, units: int) -> dict[str, int]:
-        changed = dict.fromkeys(self.layout.attributes, units)
-        if units < self.units:
-            changed |= dict.fromkeys(self.layout.switch_off, 0)
-        return changed
+        return dict.fromkeys(self.layout.attributes, units)
 
     def config(self, units: int) -> dict[str, Any] | None:
         key = self.layout.config

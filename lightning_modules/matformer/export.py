@@ -313,13 +313,13 @@ def _sizes(small: nn.Module, nesting: Nesting, chosen: Sequence[int]) -> dict[st
             attributes[f"{name}.layer_idx"] = module.layer_idx
     low_rank = _low_rank(small)
     for name, pair in low_rank.items():
-        for part, layer in pair.named_children():
+        for part, factor in pair.named_children():
             for size in ("in_features", "out_features"):
-                attributes[f"{name}.{part}.{size}"] = getattr(layer, size)
+                attributes[f"{name}.{part}.{size}"] = getattr(factor, size)
     return {
         "blocks": blocks,
         "attributes": attributes,
-        "low_rank": {name: pair.v.bias is not None for name, pair in low_rank.items()},
+        "low_rank": {name: f"{name}.v.bias" in small.state_dict() for name in low_rank},
     }
 
 
