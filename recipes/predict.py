@@ -207,8 +207,14 @@ def read_inputs(
 
     Raises:
         FileNotFoundError: if a path is not there.
-        ValueError: if there is nothing to read, or a table has no such column.
+        ValueError: if there is nothing to read, a table has no such column, or the checkpoint is
+            of pictures with texts.
     """
+    if description["kind"] == "pictures and texts":
+        raise ValueError(
+            "this checkpoint finds pictures for sentences or answers questions on them: "
+            "`python -m recipes.albef.use --help` says how"
+        )
     inputs: list[tuple[str, Any]] = []
     columns = description.get("columns", [TXT, None])
     first, second = text or columns[0], pair or (columns[1] if text is None else None)

@@ -71,10 +71,10 @@ def align(
         alpha: weight of the momentum model's similarities in the targets.
     """
     model.limit_temperature()
+    momentum.update(model)
     image, text = model.encode_image(pairs.images), model.encode_text(pairs.ids, pairs.mask)
     image_features, text_features = model.project_image(image), model.project_text(text)
     with torch.no_grad():
-        momentum.update(model)
         average: RetrievalModel = momentum.model  # type: ignore[assignment]
         image_m = average.encode_image(pairs.images)
         image_features_m = average.project_image(image_m)

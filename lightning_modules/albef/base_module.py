@@ -167,6 +167,7 @@ def shard(model: ALBEF, mesh: DeviceMesh) -> None:
         blocks.extend(bert.layers)  # type: ignore[arg-type]
     for block in blocks:
         fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    # the root, too, after each of its methods: the momentum model follows the shards
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
     for name in model.methods:
         register_fsdp_forward_method(model, name)

@@ -80,7 +80,7 @@ def fine_tuned(
     if row != "lora":
         what = {"row": label, "set": ZERO_SHOT, "ratio": changes.get("model.ratio")}
         run.measure(f"score_{label}", seed, measures.score, {"model": start}, what)
-    for task in grid["tasks"]:
+    for task in (name for name, rows in grid["tasks"].items() if row in rows):
         varied = {"model.init_from": start, **changes}
         stage = run.stage(f"{task}_{label}", task, seed, varied, settings)
         what = {"row": label, "set": task, "pictures": row in ("dense", "pela")}

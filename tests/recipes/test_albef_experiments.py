@@ -11,6 +11,7 @@ from datamodules.shapes import write
 from lightning_modules.albef import VQA, Repair, Retrieval, build, skipped
 from lightning_modules.counting import count_parameters
 from lightning_modules.pela import factorize, plan_of
+from recipes import predict
 from recipes.albef import compression, use
 from recipes.cli import parse, presets
 from recipes.results import read
@@ -39,10 +40,10 @@ def run(tmp_path_factory):
 
 def test_every_part_has_its_scores(run):
     table = read(run.out)
-    tasks = {"retrieval", "entailment", "vqa", "grounding", compression.ZERO_SHOT}
-    for row in ("direct_k3", "pela_k3"):
+    ranked, others = {"retrieval", compression.ZERO_SHOT}, {"entailment", "vqa", "grounding"}
+    for row, sets in (("direct_k3", ranked), ("pela_k3", ranked | others)):
         scores = table[table.row == row]
-        assert set(scores.set) == tasks
+        assert set(scores.set) == sets
         recalls = scores[(scores.set == "retrieval") & scores.metric.isin(compression.RECALLS)]
         assert len(recalls) == 6 and recalls.value.between(0, 1).all()
     sizes = table[table.metric == "parameters"].groupby("set").value.nunique()
@@ -122,6 +123,8 @@ def test_a_question_on_a_picture(run, pictures, tmp_path):
     assert sorted(few.answer) == ["no", "yes"]
     with pytest.raises(ValueError, match="is of VQA, expected one of Retrieval"):
         use.search(checkpoint, picture.parent, "a disc")
+    with pytest.raises(ValueError, match="recipes.albef.use --help` says how"):
+        predict.main([str(picture), "--ckpt_path", str(checkpoint)])
     with pytest.raises(FileNotFoundError, match="has no pictures"):
         use.pictures_in(tmp_path)
 
