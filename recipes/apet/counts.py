@@ -18,10 +18,10 @@ import pandas as pd
 
 from recipes.apet.cells import GRID, Cell, at_random, majority, of_method, score
 from recipes.claims import Claim, Comparison
-from recipes.experiment import Experiment, Measuring, Row, Run
+from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
 from recipes.plots import curves
-from recipes.results import by_seed, provenance
+from recipes.results import Row, by_seed, provenance
 from recipes.runner import run_experiment
 from recipes.tables import Table, summary
 

@@ -19,10 +19,10 @@ from lightning_modules.tuning import trainable, tune
 from lightning_modules.vera.targets import query_and_value
 from recipes.apet.cells import GRID, METHODS, PET, Cell, at_random, majority, of_method, score
 from recipes.claims import Claim, Comparison
-from recipes.experiment import Experiment, Measuring, Row, Run
+from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
 from recipes.records import type_of
-from recipes.results import provenance
+from recipes.results import Row, provenance
 from recipes.runner import run_experiment
 from recipes.tables import Column, tabulate
 

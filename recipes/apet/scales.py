@@ -15,10 +15,10 @@ import pandas as pd
 
 from recipes.apet.cells import GRID, METHODS, PET, cells, majority, score
 from recipes.claims import Claim, Comparison
-from recipes.experiment import Experiment, Measuring, Row, Run
+from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
 from recipes.plots import scatter
-from recipes.results import provenance
+from recipes.results import Row, provenance
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
 

@@ -31,11 +31,11 @@ from lightning_modules.vera.analysis import (
 )
 from lightning_modules.vera.vera import projections_of
 from recipes.claims import Claim, Comparison
-from recipes.experiment import Experiment, Measuring, Row, Run
+from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
 from recipes.plots import curves
 from recipes.records import Finished, type_of
-from recipes.results import provenance
+from recipes.results import Row, provenance
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
 from recipes.vera import glue

@@ -22,10 +22,10 @@ from lightning_modules.decoding import generate
 from lightning_modules.generation_metrics import meteor_is_missing, score
 from lightning_modules.vera import merge, strip
 from recipes.claims import Claim, Comparison
-from recipes.experiment import Experiment, Measuring, Row, Run
+from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
 from recipes.records import Finished, type_of
-from recipes.results import provenance, select
+from recipes.results import Row, provenance, select
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
 from recipes.vera.methods import TITLES, train

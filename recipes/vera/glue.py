@@ -22,10 +22,10 @@ from typing import Any
 import pandas as pd
 
 from recipes.claims import Claim, Comparison
-from recipes.experiment import Experiment, Measuring, Row, Run
+from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
 from recipes.plots import scatter
-from recipes.results import by_seed, provenance
+from recipes.results import Row, by_seed, provenance
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, summary, tabulate
 from recipes.vera.methods import TITLES, learnt, measure_majority, measure_score, train

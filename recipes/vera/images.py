@@ -18,10 +18,10 @@ from collections.abc import Iterator
 import pandas as pd
 
 from recipes.claims import Claim, Comparison
-from recipes.experiment import Experiment, Measuring, Row, Run
+from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
 from recipes.plots import scatter
-from recipes.results import provenance
+from recipes.results import Row, provenance
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
 from recipes.vera.methods import TITLES, measure_score, train

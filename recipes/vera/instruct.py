@@ -35,9 +35,9 @@ from datamodules.instructions import (
 from lightning_modules.decoding import generate
 from lightning_modules.vera import strip
 from recipes.claims import Claim, Comparison
-from recipes.experiment import Experiment, Measuring, Row, Run
+from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
-from recipes.results import provenance
+from recipes.results import Row, provenance
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
 from recipes.vera.e2e import START, VARIED, load, start_of

@@ -20,9 +20,9 @@ import pandas as pd
 import torch
 
 from lightning_modules.vera.scores import classification_scores
-from recipes.experiment import Measuring, Row, Run, Stage
+from recipes.experiment import Measuring, Run, Stage
 from recipes.records import Finished, type_of
-from recipes.results import by_seed, difference
+from recipes.results import Row, by_seed, difference
 
 TITLES = {
     "majority": "majority class",
