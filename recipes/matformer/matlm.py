@@ -11,28 +11,26 @@ other orders, least slope and search, and fits the scaling law over widths.
     python -m recipes.matformer.matlm --preset 78M --data.source files --data.train 'text/*.jsonl'
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from typing import Any
 
-import numpy as np
 import pandas as pd
-import torch
-from torch.utils.data import Subset
 
-from datamodules.loading import build_loader
-from lightning_modules.matformer import arrange
-from lightning_modules.matformer.mix_and_match import Order
-from lightning_modules.matformer.nest import GRANULARITIES, nesting_of
-from lightning_modules.matformer.search import evolve, fit_predictor, sample_configurations
-from lightning_modules.matformer.speculative import SpeculationRecord, speculative_generate
+from lightning_modules.matformer.nest import GRANULARITIES
 from recipes import plots
 from recipes.claims import Claim, Comparison
-from recipes.experiment import Experiment, Measuring, Run, Stage
-from recipes.matformer.language import device, load, plain, rows_of, score, sizes, submodels
+from recipes.experiment import Experiment, Run, Stage
+from recipes.matformer.matlm_measures import (
+    BUDGETS,
+    INDEPENDENT,
+    ORDERS,
+    measure_drafts,
+    measure_independent,
+    measure_orders,
+    measure_sizes,
+)
 from recipes.matformer.scaling import fit_report
-from recipes.matformer.submodels import ladder
 from recipes.messages import console
-from recipes.results import Row, provenance, select
+from recipes.results import provenance, select
 from recipes.runner import run_experiment
 from recipes.tables import Column, tabulate
 
@@ -42,7 +40,6 @@ NESTED = {
     "per_layer": "per layer (OFA)",
     "heads": "MatLM-Attn (heads)",
 }
-INDEPENDENT = "independent"
 PROBABILITIES = {  # Table 6, of S / M / L / XL
     "p .44/.31/.15/.10": [0.44, 0.31, 0.15, 0.10],
     "p .31/.27/.22/.20": [0.31, 0.27, 0.22, 0.20],
@@ -50,12 +47,7 @@ PROBABILITIES = {  # Table 6, of S / M / L / XL
     "p .17/.20/.22/.41": [0.17, 0.20, 0.22, 0.41],
 }
 HEADS = [0.25, 0.5, 0.75, 1.0]  # Appendix F.2
-BETWEEN = 3  # Mix'n'Match sizes between neighbouring granularities
 SEARCH_PAIRS = 60  # random (configuration, loss) pairs that the search learns from
-# Table 5: the share of layers that are one granularity larger than the rest
-BUDGETS = {"M": (1, 0.0), "M 3/4 + L 1/4": (1, 0.25), "M 5/16 + L 11/16": (1, 0.6875),
-           "L 1/2 + XL 1/2": (2, 0.5)}  # fmt: skip
-ORDERS: tuple[Order, ...] = get_args(Order)
 SIZES = ["S", "M", "L", "XL"]
 XL_BEATS_S = Comparison(
     "loss", {"row": INDEPENDENT, "set": "S"}, {"row": INDEPENDENT, "set": "XL"}, 0.02, digits=3
@@ -72,8 +64,8 @@ def _loss(a: tuple[str, str], b: tuple[str, str], threshold: float = 0.0) -> Com
     return Comparison("loss", first, second, threshold, digits=3)
 
 
-def _mean(a: str, b: str, metric: str = "loss", where: Any = None) -> Comparison:
-    return Comparison(metric, a, b, where=where or {"set": SIZES}, mean_over="set", digits=4)
+def _mean(a: str, b: str) -> Comparison:
+    return Comparison("loss", a, b, where={"set": SIZES}, mean_over="set", digits=4)
 
 
 CLAIMS = [
@@ -244,120 +236,6 @@ def declare_widths(run: Run, seed: int) -> None:
         )
         settings = {"suffix": f" {name}"}
         run.measure(f"width {name} alone", seed, measure_independent, {"XL": alone}, settings)
-
-
-def measure_sizes(m: Measuring) -> Iterator[Row]:
-    """Every granularity and the Mix'n'Match sizes between them, compared with the largest."""
-    model, data = load(m.stages["model"].checkpoint), m.datamodule("model")
-    suffix = m.settings.get("suffix", "")
-    chosen = ladder(model, m.settings.get("between", BETWEEN))[::-1]
-    nesting = nesting_of(model)
-    scores = score(submodels(model, chosen), data.val_dataloader(), model.config.vocab_size)
-    costs = {
-        nesting.label(mix): {**sizes(model, mix), "tokens": tokens(m, "model")} for mix in chosen
-    }
-    row = m.settings["row"]
-    yield from rows_of(row, *(_named(part, suffix) for part in (scores, costs)))
-    if below := [_below(scores, costs, label, nesting.names) for label in scores if "*" in label]:
-        yield Row(row, "below the line", sum(below) / len(below))
-
-
-def _below(
-    scores: dict[str, Any], costs: dict[str, Any], label: str, uniform: Sequence[str]
-) -> float:
-    """How far a size's loss lies below the line through the trained sizes around it, in nats."""
-    at, losses = zip(
-        *((costs[name]["non_embedding"], scores[name]["loss"]) for name in uniform), strict=True
-    )
-    return float(np.interp(costs[label]["non_embedding"], at, losses)) - scores[label]["loss"]
-
-
-def measure_independent(m: Measuring) -> Iterator[Row]:
-    """The independent models, compared with the largest of them."""
-    models = {name: load(m.stages[name].checkpoint) for name in reversed(list(m.stages))}
-    data = m.datamodule(next(iter(models)))
-    vocabulary = next(iter(models.values())).config.vocab_size
-    scores = score({n: plain(x) for n, x in models.items()}, data.val_dataloader(), vocabulary)
-    costs = {n: {**sizes(x, None), "tokens": tokens(m, n)} for n, x in models.items()}
-    suffix = m.settings.get("suffix", "")
-    yield from rows_of(INDEPENDENT, *(_named(part, suffix) for part in (scores, costs)))
-
-
-def _named(values: dict[str, Any], suffix: str) -> dict[str, Any]:
-    return {f"{label}{suffix}": value for label, value in values.items()}
-
-
-def tokens(m: Measuring, name: str) -> int:
-    """Tokens that a stage trained on."""
-    settings = m.stages[name].settings
-    batch = settings.data.init_args.batch_size * settings.trainer.accumulate_grad_batches
-    return settings.trainer.max_steps * batch * settings.data.init_args.length
-
-
-@torch.no_grad()
-def measure_drafts(m: Measuring) -> Iterator[Row]:
-    """How many drafted tokens XL accepts: of its own S, and of an S trained alone (Table 2)."""
-    pairs: dict[str, tuple[Any, Any]] = {}
-    if "model" in m.stages:
-        pairs["matlm"] = (load(m.stages["model"].checkpoint), "S")
-    if "XL" in m.stages:
-        pairs[INDEPENDENT] = tuple(load(m.stages[name].checkpoint) for name in ("XL", "S"))
-    data = m.datamodule(next(iter(m.stages)))
-    windows = data.samples("val")
-    prompts = torch.stack([windows[i]["input_ids"] for i in range(min(16, len(windows)))])
-    prompts = prompts[:, : data.length // 2].to(device())
-    for row, (verifier, draft) in pairs.items():
-        for share in (True, False) if row == "matlm" else (False,):
-            record = SpeculationRecord()
-            settings = {"max_new_tokens": data.length // 4, "eos_token_id": [], "record": record}
-            speculative_generate(verifier, prompts, draft, share_cache=share, **settings)
-            name = row if share == (row == "matlm") else f"{row}, caches apart"
-            yield Row(name, "acceptance", record.acceptance)
-
-
-def measure_orders(m: Measuring) -> Iterator[Row]:
-    """Mix'n'Match beside other orders of the same layers, least slope, and evolutionary search.
-
-    Section 3.3, Appendix D.1, at Table 5's budgets. The search learns from losses on every other
-    window of the validation text; all are compared on the remaining windows.
-    """
-    model, data = load(m.stages["model"].checkpoint), m.datamodule("model")
-    windows = data.samples("val")
-    learn, judge = (
-        build_loader(
-            Subset(windows, range(part, len(windows), 2)), data.eval_batch_size, training=False
-        )
-        for part in (0, 1)
-    )
-    nesting, vocabulary = nesting_of(model), model.config.vocab_size
-    layers, widths = len(nesting.layers), nesting.layers[0].widths
-    largest = [len(widths) - 1] * layers
-    pairs = sample_configurations(layers, len(widths), m.settings["pairs"], m.seed)
-    seen = score(submodels(model, [largest, *pairs]), learn, vocabulary)
-    losses = [seen[nesting.label(mix)]["loss"] for mix in pairs]
-    predictor = fit_predictor(pairs, losses, m.seed)
-    yield Row("search", "predictor_mse", predictor.mse)
-    yield Row("search", "predictor_mse of the mean", predictor.baseline_mse)
-    for title, (level, share) in BUDGETS.items():
-        raised = round(layers * share)
-        mix = [level] * (layers - raised) + [level + 1] * raised
-        budget = sum(widths[index] for index in mix)
-        chosen: dict[str, list[int]] = {order: arrange(mix, order) for order in ORDERS}
-        chosen["steep"] = steep(widths, layers, budget)
-        chosen["search"] = evolve(predictor, [widths] * layers, budget, seed=m.seed)
-        configurations = {tuple(one): None for one in ([largest, *chosen.values()])}
-        scores = score(submodels(model, configurations), judge, vocabulary)
-        for name, configuration in chosen.items():
-            label = nesting.label(configuration)
-            yield Row(name, "loss at budget", scores[label]["loss"], set=title)
-            cost = sum(widths[index] for index in configuration)
-            yield Row(name, "hidden neurons", cost, set=title)
-
-
-def steep(widths: tuple[int, ...], layers: int, budget: int) -> list[int]:
-    """The largest slope within a budget: layers of S, then layers of XL."""
-    raised = (budget - layers * widths[0]) // (widths[-1] - widths[0])
-    return [0] * (layers - raised) + [len(widths) - 1] * raised
 
 
 def _by_size(main: pd.DataFrame, titles: dict[str, str], run: Run) -> list[str]:

@@ -1,0 +1,148 @@
+"""What is measured of trained language models: sizes, consistency, drafts and orders."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from torch.utils.data import Subset
+
+from datamodules.loading import build_loader
+from lightning_modules.matformer import arrange
+from lightning_modules.matformer.mix_and_match import Order
+from lightning_modules.matformer.nest import nesting_of
+from lightning_modules.matformer.search import evolve, fit_predictor, sample_configurations
+from lightning_modules.matformer.speculative import SpeculationRecord, speculative_generate
+from recipes.experiment import Measuring
+from recipes.matformer.language import (
+    device,
+    load,
+    plain,
+    rows_of,
+    score,
+    sizes,
+    submodels,
+)
+from recipes.matformer.submodels import ladder
+from recipes.results import Row
+
+INDEPENDENT = "independent"
+BETWEEN = 3  # Mix'n'Match sizes between neighbouring granularities
+# Table 5: the share of layers that are one granularity larger than the rest
+BUDGETS = {"M": (1, 0.0), "M 3/4 + L 1/4": (1, 0.25), "M 5/16 + L 11/16": (1, 0.6875),
+           "L 1/2 + XL 1/2": (2, 0.5)}  # fmt: skip
+ORDERS: tuple[Order, ...] = get_args(Order)
+
+
+def measure_sizes(m: Measuring) -> Iterator[Row]:
+    """Every granularity and the Mix'n'Match sizes between them, compared with the largest."""
+    model, data = load(m.stages["model"].checkpoint), m.datamodule("model")
+    suffix = m.settings.get("suffix", "")
+    chosen = ladder(model, m.settings.get("between", BETWEEN))[::-1]
+    nesting = nesting_of(model)
+    scores = score(submodels(model, chosen), data.val_dataloader(), model.config.vocab_size)
+    costs = {
+        nesting.label(mix): {**sizes(model, mix), "tokens": tokens(m, "model")} for mix in chosen
+    }
+    row = m.settings["row"]
+    yield from rows_of(row, *(_named(part, suffix) for part in (scores, costs)))
+    if below := [_below(scores, costs, label, nesting.names) for label in scores if "*" in label]:
+        yield Row(row, "below the line", sum(below) / len(below))
+
+
+def _below(
+    scores: dict[str, Any], costs: dict[str, Any], label: str, uniform: Sequence[str]
+) -> float:
+    """How far a size's loss lies below the line through the trained sizes around it, in nats."""
+    at, losses = zip(
+        *((costs[name]["non_embedding"], scores[name]["loss"]) for name in uniform), strict=True
+    )
+    return float(np.interp(costs[label]["non_embedding"], at, losses)) - scores[label]["loss"]
+
+
+def measure_independent(m: Measuring) -> Iterator[Row]:
+    """The independent models, compared with the largest of them."""
+    models = {name: load(m.stages[name].checkpoint) for name in reversed(list(m.stages))}
+    data = m.datamodule(next(iter(models)))
+    vocabulary = next(iter(models.values())).config.vocab_size
+    scores = score({n: plain(x) for n, x in models.items()}, data.val_dataloader(), vocabulary)
+    costs = {n: {**sizes(x, None), "tokens": tokens(m, n)} for n, x in models.items()}
+    suffix = m.settings.get("suffix", "")
+    yield from rows_of(INDEPENDENT, *(_named(part, suffix) for part in (scores, costs)))
+
+
+def _named(values: dict[str, Any], suffix: str) -> dict[str, Any]:
+    return {f"{label}{suffix}": value for label, value in values.items()}
+
+
+def tokens(m: Measuring, name: str) -> int:
+    """Tokens that a stage trained on."""
+    settings = m.stages[name].settings
+    batch = settings.data.init_args.batch_size * settings.trainer.accumulate_grad_batches
+    return settings.trainer.max_steps * batch * settings.data.init_args.length
+
+
+@torch.no_grad()
+def measure_drafts(m: Measuring) -> Iterator[Row]:
+    """How many drafted tokens XL accepts: of its own S, and of an S trained alone (Table 2)."""
+    pairs: dict[str, tuple[Any, Any]] = {}
+    if "model" in m.stages:
+        pairs["matlm"] = (load(m.stages["model"].checkpoint), "S")
+    if "XL" in m.stages:
+        pairs[INDEPENDENT] = tuple(load(m.stages[name].checkpoint) for name in ("XL", "S"))
+    data = m.datamodule(next(iter(m.stages)))
+    windows = data.samples("val")
+    prompts = torch.stack([windows[i]["input_ids"] for i in range(min(16, len(windows)))])
+    prompts = prompts[:, : data.length // 2].to(device())
+    for row, (verifier, draft) in pairs.items():
+        for share in (True, False) if row == "matlm" else (False,):
+            record = SpeculationRecord()
+            settings = {"max_new_tokens": data.length // 4, "eos_token_id": [], "record": record}
+            speculative_generate(verifier, prompts, draft, share_cache=share, **settings)
+            name = row if share == (row == "matlm") else f"{row}, caches apart"
+            yield Row(name, "acceptance", record.acceptance)
+
+
+def measure_orders(m: Measuring) -> Iterator[Row]:
+    """Mix'n'Match beside other orders of the same layers, least slope, and evolutionary search.
+
+    Section 3.3, Appendix D.1, at Table 5's budgets. The search learns from losses on every other
+    window of the validation text; all are compared on the remaining windows.
+    """
+    model, data = load(m.stages["model"].checkpoint), m.datamodule("model")
+    windows = data.samples("val")
+    learn, judge = (
+        build_loader(
+            Subset(windows, range(part, len(windows), 2)), data.eval_batch_size, training=False
+        )
+        for part in (0, 1)
+    )
+    nesting, vocabulary = nesting_of(model), model.config.vocab_size
+    layers, widths = len(nesting.layers), nesting.layers[0].widths
+    largest = [len(widths) - 1] * layers
+    pairs = sample_configurations(layers, len(widths), m.settings["pairs"], m.seed)
+    seen = score(submodels(model, [largest, *pairs]), learn, vocabulary)
+    losses = [seen[nesting.label(mix)]["loss"] for mix in pairs]
+    predictor = fit_predictor(pairs, losses, m.seed)
+    yield Row("search", "predictor_mse", predictor.mse)
+    yield Row("search", "predictor_mse of the mean", predictor.baseline_mse)
+    for title, (level, share) in BUDGETS.items():
+        raised = round(layers * share)
+        mix = [level] * (layers - raised) + [level + 1] * raised
+        budget = sum(widths[index] for index in mix)
+        chosen: dict[str, list[int]] = {order: arrange(mix, order) for order in ORDERS}
+        chosen["steep"] = steep(widths, layers, budget)
+        chosen["search"] = evolve(predictor, [widths] * layers, budget, seed=m.seed)
+        configurations = {tuple(one): None for one in ([largest, *chosen.values()])}
+        scores = score(submodels(model, configurations), judge, vocabulary)
+        for name, configuration in chosen.items():
+            label = nesting.label(configuration)
+            yield Row(name, "loss at budget", scores[label]["loss"], set=title)
+            cost = sum(widths[index] for index in configuration)
+            yield Row(name, "hidden neurons", cost, set=title)
+
+
+def steep(widths: tuple[int, ...], layers: int, budget: int) -> list[int]:
+    """The largest slope within a budget: layers of S, then layers of XL."""
+    raised = (budget - layers * widths[0]) // (widths[-1] - widths[0])
+    return [0] * (layers - raised) + [len(widths) - 1] * raised
