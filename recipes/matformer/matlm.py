@@ -50,7 +50,12 @@ HEADS = [0.25, 0.5, 0.75, 1.0]  # Appendix F.2
 SEARCH_PAIRS = 60  # random (configuration, loss) pairs that the search learns from
 SIZES = ["S", "M", "L", "XL"]
 XL_BEATS_S = Comparison(
-    "loss", {"row": INDEPENDENT, "set": "S"}, {"row": INDEPENDENT, "set": "XL"}, 0.02, digits=3
+    "loss",
+    {"row": INDEPENDENT, "set": "S"},
+    {"row": INDEPENDENT, "set": "XL"},
+    0.02,
+    where={"set": ["S", "XL"]},  # one gate for all sets, and not one for each
+    digits=3,
 )
 METRICS = {"loss": "loss", "agreement": "equal greedy tokens, %", "kl": "KL(XL ‖ submodel), nats"}
 

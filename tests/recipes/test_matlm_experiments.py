@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -14,12 +15,13 @@ from transformers import AutoModelForCausalLM
 from lightning_modules.matformer import set_granularity
 from lightning_modules.matformer.speculative import speculative_generate
 from recipes import generate
+from recipes.claims import NOT_JUDGED, SUPPORTED, judge
 from recipes.export import export
 from recipes.matformer import elastic, matlm, scaling
 from recipes.matformer.language import load
 from recipes.predict import Predictor
 from recipes.records import read_record
-from recipes.results import read
+from recipes.results import Row, read, tidy
 
 SMALLER = ["--trainer.max_steps=8", "--data.max_bytes=60000", "--data.eval_tokens=1500"]
 
@@ -99,6 +101,41 @@ def test_a_finished_run_trains_nothing(trained, out, monkeypatch):
     monkeypatch.setattr("recipes.runner.run_stage", fail)
     again = run(matlm, out, "--rows", "matlm,independent")
     assert read_record(again.out / "seed0" / "matlm")
+
+
+def paper_like(gap):
+    """A table in which all that the paper says holds; `gap` is XL's gain over S."""
+    noise = np.random.default_rng(0)
+    rows = {"matlm": 0.0, "joint": 0.01, "per_layer": 0.02, "independent": 0.03}
+    skewed = "p .17/.20/.22/.41"
+    tables = []
+    for seed in range(4):
+        lines = []
+        for place, size in enumerate(("XL", "L", "M", "S")):
+            loss = 2.8 + gap * place / 3
+            of_size = {row: loss + more * (place > 0) for row, more in rows.items()}
+            of_size["per_layer"] = loss + 0.02
+            of_size[skewed] = loss - 0.02 + 0.02 * place
+            for row, value in of_size.items():
+                lines.append(Row(row, "loss", value + noise.normal(0, 1e-4), size))
+        for row, agreement in {"matlm": 0.8, "independent": 0.7}.items():
+            lines.append(Row(row, "agreement", agreement + noise.normal(0, 1e-4), "S"))
+            lines.append(Row(row, "kl", 1 - agreement + noise.normal(0, 1e-4), "S"))
+            lines.append(Row(row, "acceptance", agreement + noise.normal(0, 1e-4)))
+        lines.append(Row("matlm", "below the line", noise.normal(0, 1e-4)))
+        for budget in matlm.BUDGETS:
+            for place, name in enumerate(("increase", "search", "decrease", "steep")):
+                value = 3 + 0.01 * place + noise.normal(0, 1e-4)
+                lines.append(Row(name, "loss at budget", value, budget))
+        tables.append(tidy(lines, "matformer.matlm", "small", seed))
+    return pd.concat(tables)
+
+
+@pytest.mark.parametrize(("gap", "word"), [(0.1, SUPPORTED), (-0.02, NOT_JUDGED)])
+def test_every_claim_is_judged_where_size_matters(gap, word):
+    table = paper_like(gap)
+    for claim in matlm.CLAIMS:
+        assert judge(claim, table)[0] == word, claim.name
 
 
 def test_widths_give_a_scaling_law(out):
