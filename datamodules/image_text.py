@@ -73,7 +73,7 @@ class ImageTextData(PartsData):
             raise ValueError(f"bad_images is {bad_images!r}, expected refuse or skip.")
         if source not in ("folder", "generated"):
             raise ValueError(f"source is {source!r}, expected folder or generated.")
-        self.root, self.name, self.source = root, name, source
+        self.root, self.list_folder, self.source = root, name, source
         self.generate = generate or {}
         self.files, self.images, self.bad_images = files, images, bad_images
         self.tokenizer_name, self.max_length = tokenizer, max_length
@@ -99,7 +99,8 @@ class ImageTextData(PartsData):
     def folder(self) -> Path:
         """Where the data lie; generated ones are written when this is first asked for."""
         if self.source == "folder":
-            return data_folder(self.root and str(Path(self.root) / self.name), self.name)
+            place = self.list_folder
+            return data_folder(self.root and str(Path(self.root) / place), place)
         if self._scratch is None:
             self._scratch = tempfile.TemporaryDirectory()  # goes when this object does
             write(self._scratch.name, **self.generate)

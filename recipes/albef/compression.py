@@ -25,7 +25,7 @@ from recipes.results import provenance, select
 from recipes.runner import run_experiment
 from recipes.tables import Column, tabulate
 
-REPAIRED = {
+REPAIRED: dict[str, dict[str, Any]] = {
     "pela": {"model.distillation": "pela"},
     # of L_fd and L_rwp only the first has a counterpart there
     "tinybert": {"model.distillation": "tinybert", "model.rwp_weight": 0.0},
@@ -60,8 +60,11 @@ def fine_tuned(
 ) -> None:
     """One row's way from the dense model to its scores."""
     label = row if ratio is None else f"{row}_k{ratio:g}"
-    start, changes = dense, {}
+    start = dense
+    changes: dict[str, Any] = {}
     settings: dict[str, Any] = {}
+    varied: dict[str, Any]
+    what: dict[str, Any]
     if row in REPAIRED:
         varied = {"model.init_from": dense, "model.ratio": ratio, **REPAIRED[row]}
         start = run.stage(f"repair_{label}", "repair", seed, varied)
