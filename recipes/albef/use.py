@@ -25,7 +25,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from datamodules.captions import read_picture
 from datamodules.image_text import ImageTextData
 from lightning_modules.albef import VQA, Retrieval
-from lightning_modules.albef.retrieval import Gallery, encode, rerank
+from lightning_modules.albef.retrieval import Gallery, rerank
 from recipes.albef.measures import save, show
 from recipes.messages import console
 from recipes.plots import plt
@@ -57,16 +57,18 @@ class Searcher:
         device, transform = self.module.device, self.data.transform(training=False)
         tokens = self.data.tokens(sentences)
         ids, mask = (tokens[key].to(device) for key in ("input_ids", "attention_mask"))
-        nothing = torch.zeros(0, dtype=torch.long, device=device)
-        parts: list[Gallery] = []
+        model = self.module.model
+        text = model.encode_text(ids, mask)
+        owners = torch.zeros(len(ids), dtype=torch.long, device=device)
+        features, states = [], []
         for start in range(0, len(pictures), BATCH):
             batch = [transform(read_picture(file)) for file in pictures[start : start + BATCH]]
-            images, first = torch.stack(batch).to(device), start == 0
-            rows = (ids, mask) if first else (ids[:0], mask[:0])
-            owners = torch.zeros(len(ids), device=device).long() if first else nothing
-            places = torch.arange(len(images), device=device)
-            parts.append(encode(self.module.model, images, places, *rows, owners))
-        return rerank(self.module.model, Gallery.of(parts), self.module.settings.k, by_text)
+            states.append(model.encode_image(torch.stack(batch).to(device)))
+            features.append(model.project_image(states[-1]))
+        images = (torch.cat(features), torch.cat(states))
+        places = torch.arange(len(pictures), device=device)
+        gallery = Gallery(*images, places, model.project_text(text), text, mask, owners)
+        return rerank(model, gallery, self.module.settings.k, by_text)
 
 
 def search(checkpoint: str | Path, folder: str | Path, sentence: str) -> pd.DataFrame:
