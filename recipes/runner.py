@@ -7,58 +7,26 @@ changed starts anew beside its old folder, which is kept under a numbered name.
 import argparse
 import contextlib
 import fcntl
-import importlib
 import json
-import logging
 import os
 import shlex
-import shutil
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pandas as pd
-import torch
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
 
 from recipes import cli, results
-from recipes.cli import main as run_stage
-from recipes.executors import Executor, InProcess, LocalPool, Say, Task, TaskFailed
-from recipes.experiment import (
-    LAST,
-    Experiment,
-    Measurement,
-    Measuring,
-    Node,
-    Run,
-    Stage,
-    folder_name,
-    resolved,
-)
+from recipes.executors import Executor, InProcess, LocalPool, Task, TaskFailed
+from recipes.experiment import Experiment, Run, folder_name
 from recipes.flags import Flags
 from recipes.messages import ExperimentFailed
-from recipes.records import (
-    ROWS,
-    Finished,
-    read_record,
-    write_record,
-)
-
-console = Console()
+from recipes.nodes import LAST, Measurement, Measuring, Node, Stage, resolved
+from recipes.progress import View, console
+from recipes.records import ROWS, Finished, read_record, write_record
+from recipes.work import Look, Training, measure, train
 
 
 def run_experiment(experiment: Experiment, argv: list[str] | None = None) -> Run:
@@ -117,7 +85,7 @@ def command_line(experiment: Experiment, argv: list[str] | None = None) -> Run:
         help="parts side by side, each in a process with its share of the cores; default 1",
     )
     add("--out", default="runs", metavar="DIR", help="default runs/")
-    add("--plan", action="store_true", help="show what would run, and stop")  # fmt: skip
+    add("--plan", action="store_true", help="show what would run, and stop")
     experiment.options(parser)
     argv = sys.argv[1:] if argv is None else argv
     options, flags = parser.parse_known_args(argv)
@@ -149,7 +117,7 @@ def execute(run: Run, executor: Executor) -> None:
     running: dict[Future[Any], Node] = {}
     failed: dict[Node, str] = {}
     write_table(run)
-    with progress_of(len(nodes), executor.jobs > 1) as view:
+    with View(len(nodes), executor.jobs > 1) as view:
         view.advance(len(done))
         try:
             while waiting or running:
@@ -247,8 +215,9 @@ def prepare(node: Node) -> None:
         return
     if node.folder.exists():
         old = _free_name(node.folder)
-        console.print(f"[yellow]{node.title}: its settings have changed, starting anew; "
-                      f"before: {old}")  # fmt: skip
+        same = record.get("fingerprint") == node.fingerprint
+        why = "its checkpoint is gone" if same else "its settings have changed"
+        console.print(f"[yellow]{node.title}: {why}, starting anew; before: {old}")
         node.folder.rename(old)
     write_record(node.folder, {"fingerprint": node.fingerprint, "finished": False, "seconds": 0.0})
 
@@ -258,113 +227,6 @@ def _free_name(folder: Path) -> Path:
     while (old := folder.with_name(f"{folder.name}.old{number}")).exists():
         number += 1
     return old
-
-
-@dataclass
-class Training:
-    """A stage, as a process that executes it needs it.
-
-    Attributes:
-        title: of the node.
-        node: where to, and what is trained.
-        several: whether on several devices.
-        quiet: without Lightning's progress bar.
-    """
-
-    title: str
-    node: Finished
-    several: bool
-    quiet: bool
-
-
-def train(training: Training, say: Say) -> None:
-    """Train a stage, from where a killed one stopped."""
-    node, folder = training.node, training.node.folder
-    last = node.checkpoint
-    resumed = last.is_file() and continues(last)
-    if not resumed:  # the curves of a sitting that left nothing to go on with
-        for old in folder.glob("log*"):
-            shutil.rmtree(old)
-        shutil.rmtree(last.parent, ignore_errors=True)
-    sitting = f"log{len(list(folder.glob('log*')))}"  # a resumed run keeps the curves it had
-    logger = {
-        "class_path": "lightning.pytorch.loggers.CSVLogger",
-        "init_args": {"save_dir": str(folder), "name": "", "version": sitting},
-    }
-    given = any(argument.startswith("--trainer.logger=") for argument in node.arguments)
-    args = ["fit", "-c", node.file, "--preset", node.preset, *node.arguments]
-    args += [
-        f"--seed_everything={node.seed}",
-        f"--trainer.default_root_dir={folder}",
-        f"--checkpoint.dirpath={last.parent}",
-        f"--trainer.logger{'+' if given else ''}={json.dumps(logger if given else [logger])}",
-    ]
-    if training.quiet:
-        args += ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
-    if resumed:
-        args.append(f"--ckpt_path={last}")
-    with timed(folder):
-        if training.several:
-            # Lightning's launcher runs the whole command again on every rank, which has to be
-            # the stage and not the experiment
-            code = subprocess.run([sys.executable, "-m", "recipes", *args]).returncode
-            if code:
-                sys.exit(code)  # it has said why
-            return
-        # the stage's own line says enough; advice and device lists would bury it
-        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-        logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-        run_stage(args, callbacks=[Telling(say)])
-
-
-@dataclass
-class Look:
-    """A measurement, as a process that executes it needs it.
-
-    Attributes:
-        title: of the node.
-        function: module and name.
-        measuring: what the function is given.
-        columns: of its rows, beside the seed.
-    """
-
-    title: str
-    function: str
-    measuring: Measuring
-    columns: dict[str, str]
-
-
-def measure(look: Look, say: Say) -> None:
-    """Measure, and write the rows."""
-    say("measures")
-    module, _, name = look.function.partition(":")
-    function = getattr(importlib.import_module(module), name)
-    folder, seed = look.measuring.folder, look.measuring.seed
-    L.seed_everything(seed, verbose=False)
-    with timed(folder):
-        rows = list(function(look.measuring) or ())
-        results.write(folder / ROWS, results.tidy(rows, seed=seed, **look.columns))
-
-
-@contextlib.contextmanager
-def timed(folder: Path) -> Iterator[None]:
-    """Add the time of this sitting to a node's record, and at the end that it is finished."""
-    start = time.monotonic()
-    ended = False
-    try:
-        yield
-        ended = True
-    finally:
-        record = read_record(folder)
-        seconds = record["seconds"] + time.monotonic() - start
-        write_record(folder, {**record, "seconds": seconds, "finished": ended})
-
-
-def continues(checkpoint: Path) -> bool:
-    """Whether a checkpoint has what training goes on with, and not the weights alone."""
-    return "optimizer_states" in torch.load(
-        checkpoint, map_location="cpu", weights_only=True, mmap=True
-    )
 
 
 def table_of(run: Run) -> pd.DataFrame:
@@ -421,78 +283,6 @@ def show_plan(run: Run) -> None:
         state = "finished" if is_finished(node) else "to do"
         needs = ", ".join(before.name for before in node.waits_for())
         console.print(f"{node.title}: {state}" + (f"; after {needs}" if needs else ""))
-
-
-class Telling(L.Callback):
-    """Says how far a training is, twice a second at most."""
-
-    def __init__(self, say: Say):
-        self.say, self.last = say, 0.0
-
-    def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        """Say the epoch and the step."""
-        if time.monotonic() - self.last < 0.5:
-            return
-        self.last = time.monotonic()
-        epochs = f"/{trainer.max_epochs}" if (trainer.max_epochs or 0) > 0 else ""
-        total = trainer.estimated_stepping_batches
-        steps = f"/{total}" if total != float("inf") else ""
-        self.say(f"epoch {trainer.current_epoch + 1}{epochs}, step {trainer.global_step}{steps}")
-
-
-class progress_of:
-    """One live view of the nodes that run side by side; in this process, a line for each."""
-
-    def __init__(self, total: int, live: bool):
-        self.total, self.live = total, live
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[said]}"),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not live,
-        )
-        self.tasks: dict[Node, TaskID] = {}
-
-    def __enter__(self) -> "progress_of":
-        self.progress.start()
-        self.all = self.progress.add_task("all parts", total=self.total, said="")
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.progress.stop()
-
-    def print(self, text: str) -> None:
-        """A line above the view."""
-        self.progress.console.print(text)
-
-    def start(self, node: Node) -> None:
-        """A node begins."""
-        self.print(f"[bold]{node.title}")
-        self.tasks[node] = self.progress.add_task(
-            f"seed {node.seed}: {node.name}", total=None, said=""
-        )
-
-    def teller(self, node: Node) -> Say:
-        """Takes what a node says of its progress."""
-        return lambda said: self.progress.update(self.tasks[node], said=said)
-
-    def end(self, node: Node) -> None:
-        """A node has ended."""
-        self.progress.remove_task(self.tasks.pop(node))
-
-    def advance(self, count: int = 1) -> None:
-        """So many more are finished."""
-        self.progress.advance(self.all, count)
 
 
 def _names(text: str) -> list[str]:

@@ -1,0 +1,285 @@
+"""The parts of an experiment: stages, measurements, and the values that they hand to each other."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jsonargparse
+
+from recipes import cli
+from recipes.flags import key_of
+from recipes.records import Finished, fingerprint
+from recipes.results import Row
+
+if TYPE_CHECKING:
+    from recipes.experiment import Run
+
+LAST = "checkpoints/last.ckpt"
+
+
+@dataclass
+class Measuring:
+    """What a measurement is given.
+
+    Attributes:
+        seed: of the node.
+        settings: of the measurement, with the values of other nodes filled in.
+        stages: the finished nodes, by the names that the declaration gave them.
+        folder: for files of its own.
+    """
+
+    seed: int
+    settings: dict[str, Any]
+    stages: dict[str, Finished]
+    folder: Path
+
+    def datamodule(self, name: str) -> Any:
+        """The DataModule that a stage trained on."""
+        return self.stages[name].datamodule()
+
+
+Measure = Callable[[Measuring], Iterable[Row]]
+
+
+class Node:
+    """A part of an experiment with a folder of its own.
+
+    Attributes:
+        run: to which it belongs.
+        name: of its folder.
+        seed: 0, 1, …
+    """
+
+    run: "Run"
+    name: str
+    seed: int
+
+    @property
+    def folder(self) -> Path:
+        """runs/<experiment>/<preset>/seed<k>/<name>."""
+        return self.run.out / f"seed{self.seed}" / self.name
+
+    @property
+    def title(self) -> str:
+        """How messages call it."""
+        return f"{self.run.name} ({self.run.preset}), seed {self.seed}: {self.name}"
+
+    def __truediv__(self, file: str) -> "Artifact":
+        """A file that the node leaves in its folder, as a value in settings."""
+        return Artifact(self, file)
+
+    def waits_for(self) -> list["Node"]:
+        """The nodes that have to be finished before."""
+        raise NotImplementedError
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of everything that the node is made from."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A file of a node's folder."""
+
+    node: Node
+    file: str
+
+    @property
+    def path(self) -> Path:
+        """Where it is or will be."""
+        return self.node.folder / self.file
+
+
+@dataclass(frozen=True)
+class Later:
+    """A value that exists when other nodes are finished.
+
+    Attributes:
+        nodes: what it is read from.
+        read: gives the value, from the finished nodes.
+        what: says what is read; part of the fingerprint.
+        like: a value of the same type, which stands for it until then.
+    """
+
+    nodes: tuple[Node, ...]
+    read: Callable[[list[Finished]], Any]
+    what: str
+    like: Any
+
+
+@dataclass(eq=False)
+class Stage(Node):
+    """A training. As a value in settings it stands for its last checkpoint.
+
+    Attributes:
+        config: its YAML file without the ending.
+        varied: what makes it the row that it is.
+        settings: what the experiment sets and a flag may change.
+        derived: functions of the settings as they are without these, such as a quarter of the
+            epochs; a flag reaches them through their argument.
+    """
+
+    run: "Run"
+    name: str
+    config: str
+    seed: int
+    varied: dict[str, Any]
+    settings: dict[str, Any]
+    derived: dict[str, Callable[[jsonargparse.Namespace], Any]]
+
+    def values(self) -> dict[str, Any]:
+        """What the experiment says of the stage, values of other nodes among it."""
+        return {**self.settings, **self.varied}
+
+    def waits_for(self) -> list[Node]:
+        """The nodes whose files or values are in its settings."""
+        return nodes_in(self.values())
+
+    @property
+    def file(self) -> Path:
+        """Its YAML."""
+        return self.run.folder / f"{self.config}.yaml"
+
+    def arguments(self, resolve: Callable[[Any], Any] = lambda value: stand_in(value)) -> list[str]:
+        """The command line's, without what names the file, the seed and the folder.
+
+        Args:
+            resolve: gives a plain value for one of another node.
+        """
+        flags = self.run.flags.of(self.config)
+        settings = {key: resolve(value) for key, value in self.settings.items()}
+        varied = {key: resolve(value) for key, value in self.varied.items()}
+        arguments = [*as_flags(settings), *flags, *as_flags(varied)]
+        if self.derived:
+            before = self._parsed(arguments)
+            arguments += as_flags({key: rule(before) for key, rule in self.derived.items()})
+        return arguments
+
+    def parsed(self) -> jsonargparse.Namespace:
+        """All its settings; other nodes' values are stood for.
+
+        Raises:
+            ValueError: if a flag names what is varied, or is no setting of the stage.
+        """
+        self.run.flags.refuse(self.config, self.varied, self.run.has_rows)
+        return self._parsed(self.arguments())
+
+    def _parsed(self, arguments: Sequence[str]) -> jsonargparse.Namespace:
+        try:
+            return cli.parse(self.file, self.run.preset, arguments)
+        except ValueError as error:
+            others = {node.config for node in self.run.nodes.values() if isinstance(node, Stage)}
+            limit = f" (--{self.config}.… limits a flag to this stage)" if len(others) > 1 else ""
+            raise ValueError(f"{self.config}.yaml: {error}{limit}") from None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the parsed settings, but those that say on what and how it runs."""
+        return fingerprint(self.parsed().as_dict(), self.seed, references(self.values()))
+
+
+@dataclass(eq=False)
+class Measurement(Node):
+    """A function's look at finished nodes.
+
+    Attributes:
+        function: top-level, so that another process finds it by its name.
+        nodes: what it looks at, by name.
+        settings: plain values, or those of other nodes.
+    """
+
+    run: "Run"
+    name: str
+    seed: int
+    function: Measure
+    nodes: dict[str, Node]
+    settings: dict[str, Any]
+
+    def waits_for(self) -> list[Node]:
+        """What it looks at, and what its settings need."""
+        return list(dict.fromkeys([*self.nodes.values(), *nodes_in(self.settings)]))
+
+    @property
+    def function_name(self) -> str:
+        """Module and name."""
+        return f"{module_name(self.function)}:{self.function.__qualname__}"
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the function's name, the settings and what it looks at."""
+        plain = {key: stand_in(value) for key, value in self.settings.items()}
+        seen = {name: node.fingerprint for name, node in self.nodes.items()}
+        content = {"function": self.function_name, "settings": plain, "nodes": seen}
+        later = {f"settings.{key}": value for key, value in self.settings.items()}
+        return fingerprint(content, self.seed, references(later))
+
+
+def module_name(function: Callable) -> str:
+    """The module in which a function is, also where it is run as a script."""
+    if function.__module__ != "__main__":
+        return function.__module__
+    spec = getattr(__import__("__main__"), "__spec__", None)
+    return spec.name if spec else "__main__"
+
+
+def nodes_in(values: Mapping[str, Any]) -> list[Node]:
+    """The nodes behind the values of settings."""
+    found: dict[Node, None] = {}
+    for value in values.values():
+        if isinstance(value, Node):
+            found[value] = None
+        elif isinstance(value, Artifact):
+            found[value.node] = None
+        elif isinstance(value, Later):
+            found.update(dict.fromkeys(value.nodes))
+    return list(found)
+
+
+def stand_in(value: Any) -> Any:
+    """A plain value for one that another node will give."""
+    if isinstance(value, Later):
+        return value.like
+    return str((value / LAST).path) if isinstance(value, Stage) else _plain(value)
+
+
+def resolved(value: Any, finished: Callable[[Node], Finished]) -> Any:
+    """The value that other nodes, now finished, have given."""
+    if isinstance(value, Later):
+        return value.read([finished(node) for node in value.nodes])
+    return stand_in(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Artifact):
+        return str(value.path)
+    return str(value) if isinstance(value, Path) else value
+
+
+def references(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands in a fingerprint for values of other nodes: how those were made.
+
+    By key of the settings, and by the path of a file that is another node's.
+    """
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Later):
+            found[key_of(key)] = [value.what, *(node.fingerprint for node in value.nodes)]
+        elif isinstance(value, Node | Artifact):
+            node = value if isinstance(value, Node) else value.node
+            file = LAST if isinstance(value, Node) else value.file
+            found[stand_in(value)] = [file, node.fingerprint]
+    return found
+
+
+def as_flags(values: Mapping[str, Any]) -> list[str]:
+    """Settings as arguments of a command line."""
+    return [f"--{key}={_as_argument(value)}" for key, value in values.items()]
+
+
+def _as_argument(value: Any) -> str:
+    plain = isinstance(value, dict | list | bool | type(None))
+    return json.dumps(value) if plain else str(value)

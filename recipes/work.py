@@ -1,0 +1,154 @@
+"""What is done for a node: training a stage, or measuring; in this process or in a worker."""
+
+import contextlib
+import importlib
+import json
+import logging
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+from recipes import results
+from recipes.cli import main as run_stage
+from recipes.executors import Say
+from recipes.nodes import Measuring
+from recipes.records import ROWS, Finished, read_record, write_record
+
+
+@dataclass
+class Training:
+    """A stage, as a process that executes it needs it.
+
+    Attributes:
+        title: of the node.
+        node: where to, and what is trained.
+        several: whether on several devices.
+        quiet: without Lightning's progress bar.
+    """
+
+    title: str
+    node: Finished
+    several: bool
+    quiet: bool
+
+
+def train(training: Training, say: Say) -> None:
+    """Train a stage, from where a killed one stopped."""
+    node, folder = training.node, training.node.folder
+    last = node.checkpoint
+    resumed = last.is_file() and continues(last)
+    if not resumed:  # the curves of a sitting that left nothing to go on with
+        for old in folder.glob("log*"):
+            shutil.rmtree(old)
+        shutil.rmtree(last.parent, ignore_errors=True)
+    sitting = f"log{len(list(folder.glob('log*')))}"  # a resumed run keeps the curves it had
+    logger = {
+        "class_path": "lightning.pytorch.loggers.CSVLogger",
+        "init_args": {"save_dir": str(folder), "name": "", "version": sitting},
+    }
+    given = any(argument.startswith("--trainer.logger=") for argument in node.arguments)
+    args = ["fit", "-c", node.file, "--preset", node.preset, *node.arguments]
+    args += [
+        f"--seed_everything={node.seed}",
+        f"--trainer.default_root_dir={folder}",
+        f"--checkpoint.dirpath={last.parent}",
+        f"--trainer.logger{'+' if given else ''}={json.dumps(logger if given else [logger])}",
+    ]
+    if training.quiet:
+        args += ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
+    if resumed:
+        args.append(f"--ckpt_path={last}")
+    with timed(folder):
+        if training.several:
+            # Lightning's launcher runs the whole command again on every rank, which has to be
+            # the stage and not the experiment
+            code = subprocess.run([sys.executable, "-m", "recipes", *args]).returncode
+            if code:
+                sys.exit(code)  # it has said why
+            return
+        # the stage's own line says enough; advice and device lists would bury it
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+        logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+        run_stage(args, callbacks=[Telling(say)])
+
+
+@dataclass
+class Look:
+    """A measurement, as a process that executes it needs it.
+
+    Attributes:
+        title: of the node.
+        function: module and name.
+        measuring: what the function is given.
+        columns: of its rows, beside the seed.
+    """
+
+    title: str
+    function: str
+    measuring: Measuring
+    columns: dict[str, str]
+
+
+def measure(look: Look, say: Say) -> None:
+    """Measure, and write the rows."""
+    say("measures")
+    module, _, name = look.function.partition(":")
+    function = getattr(importlib.import_module(module), name)
+    folder, seed = look.measuring.folder, look.measuring.seed
+    L.seed_everything(seed, verbose=False)
+    with timed(folder):
+        rows = list(function(look.measuring) or ())
+        results.write(folder / ROWS, results.tidy(rows, seed=seed, **look.columns))
+
+
+@contextlib.contextmanager
+def timed(folder: Path) -> Iterator[None]:
+    """Add the time of this sitting to a node's record, and at the end that it is finished."""
+    start = time.monotonic()
+    ended = False
+    try:
+        yield
+        ended = True
+    finally:
+        record = read_record(folder)
+        seconds = record["seconds"] + time.monotonic() - start
+        write_record(folder, {**record, "seconds": seconds, "finished": ended})
+
+
+def continues(checkpoint: Path) -> bool:
+    """Whether a checkpoint has what training goes on with, and not the weights alone."""
+    return "optimizer_states" in torch.load(
+        checkpoint, map_location="cpu", weights_only=True, mmap=True
+    )
+
+
+class Telling(L.Callback):
+    """Says how far a training is, twice a second at most."""
+
+    def __init__(self, say: Say):
+        self.say, self.last = say, 0.0
+
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Say the epoch and the step."""
+        if time.monotonic() - self.last < 0.5:
+            return
+        self.last = time.monotonic()
+        epochs = f"/{trainer.max_epochs}" if (trainer.max_epochs or 0) > 0 else ""
+        total = trainer.estimated_stepping_batches
+        steps = f"/{total}" if total != float("inf") else ""
+        self.say(f"epoch {trainer.current_epoch + 1}{epochs}, step {trainer.global_step}{steps}")

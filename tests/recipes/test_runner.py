@@ -1,0 +1,343 @@
+"""The runner: finished nodes are skipped, killed ones continue, jobs run side by side."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes import work
+from recipes.experiment import Experiment
+from recipes.messages import ExperimentFailed
+from recipes.records import read_history, read_record
+from recipes.results import Row, read
+from recipes.runner import run_experiment
+
+MATFORMER = Path(__file__).resolve().parents[2] / "recipes" / "matformer"
+
+
+class Trainings:
+    """Stands for recipes.cli.main: records its calls and leaves what a training leaves."""
+
+    def __init__(self):
+        self.calls, self.fails, self.weights_only = [], None, False
+
+    def __call__(self, args, callbacks=()):
+        self.calls.append(args)
+        folder = next(a for a in args if a.startswith("--checkpoint.dirpath=")).split("=")[1]
+        checkpoint = Path(folder) / "last.ckpt"
+        checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        beside = {} if self.weights_only else {"optimizer_states": []}
+        torch.save({"state_dict": {}, **beside}, checkpoint)
+        log = checkpoint.parents[1] / f"log{len(self.calls)}"
+        log.mkdir()
+        (log / "metrics.csv").write_text(f"loss,val/accuracy\n{len(self.calls)},0.5\n")
+        if self.fails:
+            raise self.fails
+
+    @property
+    def names(self):
+        """The stages of the calls."""
+        return [stage_of(args) for args in self.calls]
+
+
+def stage_of(args):
+    folder = next(a for a in args if a.startswith("--trainer.default_root_dir="))
+    return Path(folder).name
+
+
+@pytest.fixture
+def trainings(monkeypatch):
+    trainings = Trainings()
+    monkeypatch.setattr(work, "run_stage", trainings)
+    return trainings
+
+
+def look(m):
+    for name, stage in m.stages.items():
+        yield Row(row=name, metric="loss", value=stage.metrics["loss"])
+        yield Row(row=name, metric="lr", value=stage.settings.model.init_args.lr)
+    (m.folder / "seen.txt").write_text(str(m.settings))
+
+
+def chain(run):
+    for seed in run.seeds:
+        a = run.stage("a", "matvit", seed, settings={"model.lr": 0.25})
+        b = run.stage("b", "matvit", seed, varied={"model.init_from": a})
+        run.stage("c", "matvit", seed, settings={"model.lr": 0.5})
+        run.measure("look", seed, look, {"a": a, "b": b}, {"start": a})
+
+
+def report(table, run):
+    return ["# Report", f"{len(table)} numbers"]
+
+
+def experiment(declare=chain):
+    return Experiment("paper.name", str(MATFORMER / "x.py"), "matvit", "About.", declare, report)
+
+
+@pytest.fixture
+def go(tmp_path):
+    return lambda *flags, declare=chain: run_experiment(
+        experiment(declare), ["--out", str(tmp_path), *flags]
+    )
+
+
+def test_everything_runs_once_and_ends_in_table_and_report(go, trainings):
+    run = go("--seeds", "2")
+    assert trainings.names == ["a", "b", "c"] * 2
+    table = read(run.out)
+    assert list(table.row) == ["a", "a", "b", "b"] * 2 and list(table.seed) == [0] * 4 + [1] * 4
+    assert list(table.value[:4]) == [1, 0.25, 2, 0.002] and set(table.stage) == {"look"}
+    assert (run.out / "report.md").read_text() == "# Report\n\n8 numbers\n"
+    last = run.out / "seed0" / "a" / "checkpoints" / "last.ckpt"
+    assert (run.out / "seed0" / "look" / "seen.txt").read_text() == str({"start": str(last)})
+    go("--seeds", "2")
+    assert len(trainings.calls) == 6
+    assert read(run.out).equals(table)
+
+
+def test_what_a_stage_is_called_with(go, trainings):
+    run = go("--model.betas=[0.5,0.6]", "--trainer.accelerator", "cpu")
+    call = trainings.calls[1]
+    folder = run.out / "seed0" / "b"
+    assert call[:5] == ["fit", "-c", str(MATFORMER / "matvit.yaml"), "--preset", "tiny"]
+    assert call.index("--model.betas=[0.5,0.6]") < call.index(
+        f"--model.init_from={run.out / 'seed0' / 'a' / 'checkpoints' / 'last.ckpt'}"
+    )
+    assert f"--checkpoint.dirpath={folder / 'checkpoints'}" in call
+    assert "--seed_everything=0" in call and not any("--ckpt_path" in a for a in call)
+
+
+@pytest.mark.parametrize("fails", [RuntimeError("killed"), KeyboardInterrupt()])
+def test_a_killed_stage_continues_from_its_last_checkpoint(go, trainings, fails):
+    trainings.fails = fails
+    with pytest.raises((ExperimentFailed, KeyboardInterrupt)):
+        go()
+    trainings.fails = None
+    count = len(trainings.calls)
+    run = go()
+    last = run.out / "seed0" / "a" / "checkpoints" / "last.ckpt"
+    assert f"--ckpt_path={last}" in trainings.calls[count]
+    assert len(read_history(run.out / "seed0" / "a")["loss"]) == 2
+
+
+def test_a_killed_stage_that_kept_its_weights_only_starts_again(go, trainings):
+    trainings.fails, trainings.weights_only = RuntimeError("killed"), True
+    with pytest.raises(ExperimentFailed):
+        go("--only", "a")
+    trainings.fails = None
+    run = go("--only", "a")
+    assert not any("--ckpt_path" in a for a in trainings.calls[1])
+    assert read_history(run.out / "seed0" / "a")["loss"] == [2.0]
+
+
+def test_a_failed_stage_stops_what_needs_it_and_nothing_else(go, monkeypatch):
+    train = Trainings()
+
+    def broken(args, callbacks=()):
+        if stage_of(args) == "a":
+            raise FileNotFoundError("/nowhere is not a folder: set --data.root")
+        train(args)
+
+    monkeypatch.setattr(work, "run_stage", broken)
+    with pytest.raises(ExperimentFailed) as error:
+        go()
+    assert train.names == ["c"]
+    assert str(error.value) == (
+        "a (seed 0): /nowhere is not a folder: set --data.root. Not run because of it: b, look. "
+        "All else is finished; the same command continues."
+    )
+
+
+def test_changed_settings_begin_anew_and_the_old_folder_is_kept(go, trainings, capsys):
+    go()
+    for lr in ("0.5", "0.75"):
+        run = go("--model.lr", lr)
+    folder = run.out / "seed0"
+    assert {"a.old1", "a.old2", "a", "look.old2"} <= {path.name for path in folder.iterdir()}
+    assert all((folder / name / "checkpoints" / "last.ckpt").is_file() for name in ("a.old1", "a"))
+    assert "its settings have changed" in capsys.readouterr().out
+    assert set(read(run.out).value[read(run.out).metric == "lr"]) == {0.75}
+
+
+def test_a_comment_or_a_device_restarts_nothing(go, trainings, tmp_path):
+    stage = tmp_path / "recipes" / "matvit.yaml"
+    stage.parent.mkdir()
+    text = (MATFORMER / "matvit.yaml").read_text()
+    here = Experiment("n", str(stage.with_suffix(".py")), "matvit", "", chain, report)
+    for content, flags in (
+        (text, []),
+        (f"# a comment\n{text}", []),
+        (text.replace("presets:", "\n\npresets:  # another"), []),
+        (text, ["--data.num_workers=2", "--trainer.accelerator=cpu"]),
+    ):
+        stage.write_text(content)
+        run_experiment(here, ["--out", str(tmp_path), *flags])
+    assert len(trainings.calls) == 3
+    stage.write_text(text.replace("lr: 2.0e-3", "lr: 3.0e-3"))
+    run_experiment(here, ["--out", str(tmp_path)])
+    assert len(trainings.calls) > 3
+
+
+def test_a_stage_whose_checkpoint_is_gone_is_trained_again(go, trainings):
+    run = go()
+    (run.out / "seed0" / "a" / "checkpoints" / "last.ckpt").unlink()
+    go()
+    assert trainings.names[3:] == ["a"]
+
+
+def test_several_devices_train_in_a_process_of_their_own(go, trainings, monkeypatch):
+    commands = []
+
+    def run(args):
+        commands.append(args)
+        return subprocess.CompletedProcess(args, returncode=2)
+
+    monkeypatch.setattr(work.subprocess, "run", run)
+    with pytest.raises(ExperimentFailed, match="a .seed 0., c .seed 0.: it ended with exit code 2"):
+        go("--trainer.devices", "2")
+    assert not trainings.calls and commands[0][1:4] == ["-m", "recipes", "fit"]
+
+
+def test_a_value_of_finished_stages_reaches_the_next(go, trainings):
+    def declare(run):
+        trials = [run.stage(f"t{i}", "matvit", settings={"model.lr": 10.0**-i}) for i in (1, 2)]
+        seen = run.measure("seen", 0, look, {"one": trials[0]})
+        run.stage(
+            "final",
+            "matvit",
+            settings=run.best(trials, "loss", ["model.lr"], mode="max"),
+            varied={
+                "data.batch_size": run.value(
+                    seen, lambda done: int(done.rows.value[0]) + 4, "loss + 4", like=1
+                )
+            },
+        )
+
+    go(declare=declare)
+    assert trainings.names == ["t1", "t2", "final"]
+    assert "--model.lr=0.01" in trainings.calls[-1]  # the second trial's loss is 2
+    assert "--data.batch_size=5" in trainings.calls[-1]
+    go(declare=declare)
+    assert len(trainings.calls) == 3
+
+
+def test_plan_runs_nothing(go, trainings, capsys):
+    go("--plan")
+    assert not trainings.calls
+    assert "seed 0: look: to do; after a, b" in " ".join(capsys.readouterr().out.split())
+
+
+# The rest trains for real, in processes of their own.
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {folder!r})
+from jobs_experiment import EXPERIMENT
+from recipes.messages import console
+from recipes.runner import run_experiment
+if __name__ == "__main__":
+    console(lambda: run_experiment(EXPERIMENT))
+"""
+MODULE = """
+from recipes.experiment import Experiment
+from recipes.results import Row
+
+def look(m):
+    for name, stage in m.stages.items():
+        for metric, value in stage.metrics.items():
+            if metric.startswith("val/"):
+                yield Row(row=name, metric=metric, value=value)
+
+def declare(run):
+    for seed in run.seeds:
+        short = {{"trainer.check_val_every_n_epoch": 1, "data.per_class": 8}}
+        nested = run.stage("nested", "matvit", seed, settings=short)
+        plain = run.stage("plain", "matvit", seed, settings=short,
+                          varied={{"model.fractions": None, "trainer.callbacks": None}})
+        tuned = run.stage("tuned", "matvit", seed, settings=short,
+                          varied={{"model.init_from": nested}})
+        run.measure("look", seed, look, {{"nested": nested, "plain": plain, "tuned": tuned}})
+
+EXPERIMENT = Experiment("jobs", {file!r}, "matvit", "", declare, lambda table, run: ["# Jobs"])
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """Starts the experiment in a process of its own."""
+    monkeypatch.setenv("PYTHONPATH", f"{MATFORMER.parents[1]}{os.pathsep}{tmp_path}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "jobs_experiment.py").write_text(MODULE.format(file=str(MATFORMER / "x.py")))
+    (tmp_path / "script.py").write_text(SCRIPT.format(folder=str(tmp_path)))
+
+    def start(*flags):
+        command = [sys.executable, str(tmp_path / "script.py"), *flags]
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path
+        )
+
+    return start
+
+
+def test_two_jobs_give_the_table_of_one(script, tmp_path):
+    flags = ("--trainer.max_epochs=2",)
+    one = script("--out", "one", *flags)
+    said = one.communicate()[0]
+    assert one.returncode == 0, said
+    two = script("--out", "two", "--jobs", "2", *flags)
+    said = two.communicate()[0]
+    assert two.returncode == 0, said
+    tables = [(tmp_path / out / "jobs/tiny/results.csv").read_bytes() for out in ("one", "two")]
+    assert tables[0] == tables[1] and tables[0].count(b"\n") > 15
+
+
+def test_a_second_run_is_refused_and_a_killed_one_continues(script, tmp_path):
+    flags = ("--jobs", "2", "--trainer.max_epochs=60", "--data.per_class=20")
+    first = script(*flags)
+    folder = tmp_path / "runs/jobs/tiny"
+    nested, plain = folder / "seed0/nested", folder / "seed0/plain"
+    waited = time.monotonic() + 200
+    while not (list(nested.glob("checkpoints/*.ckpt")) and list(plain.glob("checkpoints/*.ckpt"))):
+        assert first.poll() is None and time.monotonic() < waited
+        time.sleep(0.05)
+    second = script(*flags)
+    said = second.communicate()[0]
+    assert second.returncode == 2
+    assert f"is in use by another run (process {first.pid})" in said
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    time.sleep(1)
+    steps = checkpoint_step(nested)
+    time.sleep(1)
+    assert checkpoint_step(nested) == steps  # its workers have ended with it
+    assert not read_record(nested)["finished"]
+    third = script(*flags)
+    said = third.communicate()[0]
+    assert third.returncode == 0, said
+    record = json.loads((nested / "node.json").read_text())
+    assert record["finished"] and len(list(nested.glob("log*"))) == 2
+    assert checkpoint_step(nested) == 60 * 6
+
+
+def checkpoint_step(folder):
+    last = folder / "checkpoints" / "last.ckpt"
+    return torch.load(last, weights_only=True)["global_step"] if last.is_file() else None
+
+
+def test_ctrl_c_ends_all_and_says_how_to_go_on(script, tmp_path):
+    process = script("--jobs", "2", "--trainer.max_epochs=400")
+    record = tmp_path / "runs/jobs/tiny/seed0/nested/checkpoints"
+    waited = time.monotonic() + 200
+    while not list(record.glob("*.ckpt")):
+        assert process.poll() is None and time.monotonic() < waited
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 1 and "interrupted: the same command continues" in said
