@@ -3,76 +3,74 @@
 A MatViT whose granularities use the first 1/4, 1/2, 3/4 and all of every attention's heads, beside
 the feed-forward one, which is recipes.matformer.matvit's own training, used again if it is there.
 
-    python -m recipes.matformer.heads                            digits, half a minute on a CPU
+    python -m recipes.matformer.heads --jobs 2                   digits, a minute or two on a CPU
     python -m recipes.matformer.heads --preset small --seeds 3   tiny-imagenet of $RECIPES_DATA
     python -m recipes.matformer.heads --preset paper --data.root /data/imagenet
 """
 
-from collections.abc import Sequence
+import pandas as pd
 
 from lightning_modules.matformer.nest import GRANULARITIES
-from recipes.legacy import Experiment, from_command_line
-from recipes.matformer.matvit import BETWEEN, Scores, plot_accuracy, sampling
-from recipes.matformer.submodels import ladder, load, score, submodel
+from recipes.experiment import Experiment, Run
+from recipes.matformer import matvit
 from recipes.messages import console
-from recipes.report import markdown_table, mean_sd, show_table, write_report
+from recipes.plots import scatter
+from recipes.results import provenance
+from recipes.runner import run_experiment
+from recipes.tables import Column, tabulate
 
 PARTS = {"ffn": "feed-forward nested", "heads": "heads nested"}
 FRACTIONS = [0.25, 0.5, 0.75, 1.0]  # of the heads
 
 
-def main(argv: list[str] | None = None) -> Experiment:
-    """Run the experiment."""
-    experiment = from_command_line("matformer.heads", __file__, "matvit", __doc__ or "", argv)
-    results: list[dict[str, Scores]] = []
-    for seed in range(experiment.seeds):
-        data = experiment.datamodule("matvit", seed)
-        heads = {"model.init_args.part": "heads", "model.init_args.fractions": FRACTIONS}
-        stages = {
-            "ffn": experiment.sibling("matformer.matvit").stage(
-                "matvit", "matvit", seed, sampling(seed)
-            ),
-            "heads": experiment.stage("heads", "matvit", seed, {**sampling(seed), **heads}),
+def declare(run: Run) -> None:
+    """Both trainings of each seed."""
+    for seed in run.seeds:
+        heads = {"model.part": "heads", "model.fractions": FRACTIONS}
+        models = {
+            "ffn": matvit.nested(run.sibling("matformer.matvit"), "matvit", seed),
+            "heads": run.stage("heads", "matvit", seed, varied=heads),
         }
-        scores: dict[str, Scores] = {}
-        for part, stage in stages.items():
-            model = load(stage.checkpoint)
-            sizes = [submodel(model, data.image_size, mix) for mix in ladder(model, BETWEEN)]
-            scores[part] = score(sizes, data.val_dataloader(), sizes[-1], PARTS[part])
-        results.append(scores)
-        report(experiment, results)
-    return experiment
+        for part, model in models.items():
+            name = f"score {part}"
+            run.measure(name, seed, matvit.measure_nested, {"model": model}, {"row": part})
 
 
-def report(experiment: Experiment, results: Sequence[dict[str, Scores]]) -> None:
-    """Write report.md, metrics.json and the plot, and show the table."""
-    header = ["size"]
-    for title in PARTS.values():
-        header += [f"{title}: parameters", "multiply-adds", "accuracy, %"]
-    rows = []
-    for label in GRANULARITIES:
-        row = [label]
-        for part in PARTS:
-            found = [r[part][label] for r in results]
-            row += [f"{found[0]['parameters']:,}", f"{found[0]['macs'] / 1e6:,.2f} M"]
-            row.append(mean_sd([f["accuracy"] for f in found], 100))
-        rows.append(row)
-    plot_accuracy(experiment, results, PARTS)
-    show_table(f"Heads ({experiment.preset}): validation accuracy, %", header, rows)
-    text = [
-        f"# Nested attention heads, preset {experiment.preset}",
-        experiment.provenance(len(results)),
+def report(table: pd.DataFrame, run: Run) -> list[str]:
+    """Accuracy against size, for both."""
+    columns = [
+        column
+        for part, title in PARTS.items()
+        for column in (
+            *matvit.size_costs(part),
+            Column(f"{title}: accuracy, %", "accuracy", {"row": part}, scale=100),
+        )
+    ]
+    main = tabulate(table, list(GRANULARITIES), columns, index="set", heading="size")
+    main.show(f"Heads ({run.preset}): validation accuracy, %")
+    costs = {"parameters": "parameters (without classifier)", "macs": "multiply-adds"}
+    scatter(table, run.out / "accuracy.png", "accuracy", costs, titles=PARTS,
+            joined=list(PARTS), scale=100, ylabel="validation accuracy, %")  # fmt: skip
+    return [
+        f"# Nested attention heads, preset {run.preset}",
+        provenance(run.command, table),
         "Validation accuracy in %, mean ± standard deviation over seeds; parameters and "
         "multiply-adds without the classifier. S, M, L, XL are 1/8, 1/4, 1/2 and all of the hidden "
         "neurons, or 1/4, 1/2, 3/4 and all of the heads. The plot shows the Mix'n'Match sizes "
         "between them too.",
-        markdown_table(header, rows),
+        main.markdown(),
         "![accuracy against parameters and multiply-adds](accuracy.png)",
         "Appendix F.2 nests the heads of language models (MatLM-Attn), so no number of the paper "
         "stands here.",
     ]
-    metrics = {"provenance": experiment.provenance(len(results)), "seeds": results}
-    write_report(experiment.out, text, metrics)
+
+
+EXPERIMENT = Experiment("matformer.heads", __file__, "matvit", __doc__ or "", declare, report)
+
+
+def main(argv: list[str] | None = None) -> Run:
+    """Run the experiment."""
+    return run_experiment(EXPERIMENT, argv)
 
 
 if __name__ == "__main__":

@@ -1,285 +1,429 @@
 """MatViT: one elastic vision Transformer beside the models it replaces.
 
-Trains, at equal data, MatViT with sampled granularities (the paper), four independent ViTs, joint
-training of all granularities (DynaBERT) and a random granularity per layer (OFA); then scores
-every granularity, the Mix'n'Match sizes between them and the baselines, and writes report.md,
-metrics.json and plots.
+Trains MatViT with sampled granularities (the paper) and four independent ViTs, each until it has
+learnt what it can; joint training of all granularities, on the same batch (the released code) or
+on a piece of the batch each (DynaBERT), and a random granularity for each layer (OFA). Then scores
+every granularity, the Mix'n'Match sizes between them and the baselines.
 
-    python -m recipes.matformer.matvit                               digits, a few minutes on a CPU
+    python -m recipes.matformer.matvit --jobs 2                      digits, minutes on a CPU
     python -m recipes.matformer.matvit --preset small --seeds 3      tiny-imagenet of $RECIPES_DATA
     python -m recipes.matformer.matvit --preset paper --data.root /data/imagenet
+    python -m recipes.matformer.matvit --rows matvit,independent     the two that matter most
+
+An independent model trains for X epochs; MatViT and the others that sample for 4X (Appendix B.3),
+which is what `max_epochs` of the file says.
 """
 
-import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args
 
-from matplotlib import pyplot as plt
+import pandas as pd
+import torch
 from torch.utils.data import Subset
 
 from datamodules.loading import build_loader
 from lightning_modules.backbones import build_vision
-from lightning_modules.matformer import arrange
+from lightning_modules.matformer import arrange, layer_costs, mix_and_match
 from lightning_modules.matformer.mix_and_match import Order
 from lightning_modules.matformer.nest import GRANULARITIES, nesting_of
 from lightning_modules.matformer.search import evolve, fit_predictor, sample_configurations
-from recipes.legacy import Experiment, StageResult, from_command_line
-from recipes.matformer.submodels import ladder, load, plot_sizes, score, submodel
+from recipes.claims import Claim, Comparison
+from recipes.experiment import Experiment, Measuring, Run
+from recipes.matformer.submodels import ladder, load, rows_of, score, submodel
 from recipes.messages import console
-from recipes.report import markdown_table, mean_sd, save_plot, show_table, write_report
+from recipes.nodes import Node, Stage
+from recipes.plots import scatter
+from recipes.results import Row, provenance, select, unique
+from recipes.runner import run_experiment
+from recipes.tables import Column, tabulate
 
-NESTED = {"matvit": "MatViT (sampled)", "joint": "joint (DynaBERT)", "per_layer": "per layer (OFA)"}
-INDEPENDENT = "independent ViTs"
+ROWS = {
+    "matvit": "MatViT (sampled)",
+    "independent": "independent ViTs",
+    "joint": "joint, same batch",
+    "dynabert": "joint, a piece each (DynaBERT)",
+    "per_layer": "per layer (OFA)",
+}
 BETWEEN = 3  # Mix'n'Match sizes between neighbouring granularities
 SEARCH_PAIRS = 60  # random (configuration, loss) pairs that the search learns from
 ORDERS: tuple[Order, ...] = get_args(Order)
-
-Scores = dict[str, dict[str, Any]]  # label → parameters, macs, accuracy, loss, agreement, kl
-
-
-def main(argv: list[str] | None = None) -> Experiment:
-    """Run the experiment."""
-    experiment = from_command_line("matformer.matvit", __file__, "matvit", __doc__ or "", argv)
-    results: list[dict[str, Scores]] = []
-    orders: list[list[dict[str, Any]]] = []
-    for seed in range(experiment.seeds):
-        checkpoints = train(experiment, seed)
-        scores, rivals = evaluate(experiment, seed, checkpoints)
-        results.append(scores)
-        orders.append(rivals)
-        report(experiment, results, orders)
-    return experiment
+SAMPLER = "callbacks.granularity.GranularitySampling"
+COUNT = len(GRANULARITIES)
 
 
-def train(
-    experiment: Experiment, seed: int, nested: Sequence[str] = tuple(NESTED)
-) -> dict[str, StageResult]:
-    """The given nested stages of one seed and the independent ones; their results by name.
+def declare(run: Run) -> None:
+    """The trainings of each seed, and what is measured of them."""
+    rows = run.rows(ROWS)
+    for seed in run.seeds:
+        for row in rows:
+            if row == "independent":
+                models: dict[str, Node] = {**independents(run, "matvit", seed)}
+                run.measure("score independent", seed, measure_alone, models, {"row": row})
+                continue
+            model = nested(run, row, seed)
+            run.measure(f"score {row}", seed, measure_nested, {"model": model}, {"row": row})
+            if row == "matvit":
+                run.measure("orders", seed, measure_orders, {"model": model})
 
-    Equal data: the nested trainings see 4 X examples in all, each of the four independent models
-    X (Appendix B.3). The joint training cuts each batch, four times as large, into one piece for
-    each granularity, so it makes a quarter of the updates (B.4).
-    """
-    config = experiment.parsed("matvit")
-    fractions = config.model.init_args.fractions
-    count = len(fractions)
-    overrides: dict[str, dict[str, Any]] = {
-        "matvit": sampling(seed),
-        "joint": {
-            "trainer.callbacks": None,
-            "model.init_args.joint": "mean",
-            "model.init_args.split_batch": True,
-            "model.init_args.warmup_steps": config.model.init_args.warmup_steps // count,
-            "data.init_args.batch_size": config.data.init_args.batch_size * count,
-        },
-        "per_layer": sampling(seed, per_layer=True),
+
+def nested(run: Run, row: str, seed: int) -> Stage:
+    """The training of a nested model, one of ROWS."""
+    varied: dict[str, dict[str, Any]] = {
+        "matvit": {},
+        "joint": {"model.joint": "mean"},
+        "dynabert": {"model.joint": "mean", "model.split_batch": True},
+        "per_layer": {"trainer.callbacks": [sampler(per_layer=True)]},
     }
-    alone = {
-        f"independent_{name}": independent(config, fraction)
-        for name, fraction in zip(GRANULARITIES, fractions, strict=True)
+    derived: dict[str, dict[str, Callable[[Any], Any]]] = {
+        # every image goes through all granularities: X epochs are the updates of the independents
+        "joint": quarter(),
+        # batches four times as large: 4X epochs are as many updates
+        "dynabert": {"data.batch_size": lambda s: s.data.init_args.batch_size * COUNT},
     }
-    stages = {name: overrides[name] for name in nested} | alone
-    return {name: experiment.stage(name, "matvit", seed, stages[name]) for name in stages}
+    return run.stage(row, "matvit", seed, varied=varied[row], derived=derived.get(row))
 
 
-def sampling(seed: int, **settings: Any) -> dict[str, Any]:
-    """What a stage overrides to draw granularities by its own seed.
-
-    Args:
-        seed: of the stage.
-        settings: further arguments of GranularitySampling.
-    """
-    sampler = "callbacks.granularity.GranularitySampling"
-    return {"trainer.callbacks": [{"class_path": sampler, "init_args": {"seed": seed, **settings}}]}
+def sampler(**settings: Any) -> dict[str, Any]:
+    """GranularitySampling with further arguments, as a setting."""
+    return {"class_path": SAMPLER, "init_args": settings}
 
 
-def independent(config: Any, fraction: float) -> dict[str, Any]:
-    """What a nested stage overrides to train one plain model, on its share of the examples.
+def quarter() -> dict[str, Callable[[Any], Any]]:
+    """X epochs, where the file says 4X."""
+    return {"trainer.max_epochs": epochs, "trainer.check_val_every_n_epoch": interval}
 
-    Args:
-        config: the nested stage, parsed.
-        fraction: of the hidden neurons that the plain model has.
+
+def epochs(settings: Any) -> int:
+    """X.
 
     Raises:
-        ValueError: if the epochs do not divide by the number of granularities.
+        ValueError: if it is not a whole number.
     """
-    model, trainer = config.model.init_args, config.trainer
-    count = len(model.fractions)
-    if trainer.max_epochs % count:
+    total = settings.trainer.max_epochs
+    if total % COUNT:
         raise ValueError(
-            f"trainer.max_epochs {trainer.max_epochs} must be a multiple of {count}: each "
-            "independent model trains for that share of it"
+            f"trainer.max_epochs {total} must be a multiple of {COUNT}: an independent model "
+            "trains for that share of it"
         )
-    model_args = model.model_args or {}
+    return total // COUNT
+
+
+def interval(settings: Any) -> int:
+    """Epochs between validations, likewise."""
+    return max(1, settings.trainer.check_val_every_n_epoch // COUNT)
+
+
+def independents(
+    run: Run,
+    config: str,
+    seed: int,
+    prefix: str = "independent",
+    start: Mapping[str, Node] | None = None,
+    only: str = "",
+) -> dict[str, Stage]:
+    """Plain models of the four sizes, trained for X epochs each.
+
+    Args:
+        run: receives the stages.
+        config: the nested stage whose sizes they have.
+        seed: of the stages.
+        prefix: of their names.
+        start: whose weights each size begins with.
+        only: one of the sizes, and no other.
+    """
     return {
-        "trainer.callbacks": None,
-        "trainer.max_epochs": trainer.max_epochs // count,
-        "trainer.check_val_every_n_epoch": max(1, trainer.check_val_every_n_epoch // count),
-        "model.init_args.fractions": None,
-        "model.init_args.warmup_steps": model.warmup_steps // count,
-        "model.init_args.model_args": {
-            **model_args,
-            "mlp_ratio": hidden_ratio(model.architecture, model_args) * fraction,
-        },
+        size: run.stage(
+            f"{prefix}_{size}",
+            config,
+            seed,
+            varied={
+                "model.fractions": None,
+                **({"model.init_from": start[size]} if start else {}),
+            },
+            derived={**quarter(), "model.model_args": narrow(place)},
+        )
+        for place, size in enumerate(GRANULARITIES)
+        if only in ("", size)
     }
+
+
+def narrow(place: int) -> Callable[[Any], dict[str, Any]]:
+    """Arguments of a plain model that is as wide as a granularity; `fractions` are the paper's."""
+
+    def arguments(settings: Any) -> dict[str, Any]:
+        model = settings.model.init_args
+        given = model.model_args or {}
+        ratio = hidden_ratio(model.architecture, given) * 2.0 ** (place - COUNT + 1)
+        return {**given, "mlp_ratio": ratio}
+
+    return arguments
 
 
 def hidden_ratio(architecture: str, model_args: dict[str, Any]) -> float:
     """Hidden neurons of a feed-forward layer for each of its outputs."""
     if "mlp_ratio" in model_args:
         return model_args["mlp_ratio"]
-    parts = build_vision(architecture, 0, model_args).modules()
+    with torch.device("meta"):
+        parts = build_vision(architecture, 0, model_args).modules()
     layer: Any = next(part.fc2 for part in parts if hasattr(part, "fc2"))
     return layer.in_features / layer.out_features
 
 
-def evaluate(
-    experiment: Experiment, seed: int, stages: dict[str, Any]
-) -> tuple[dict[str, Scores], list[dict[str, Any]]]:
-    """Score every submodel of every training on the validation set."""
-    data = experiment.datamodule("matvit", seed)
-    size = data.image_size
-    scores: dict[str, Scores] = {}
-    for name, title in NESTED.items():
-        model = load(stages[name].checkpoint)
-        sizes = [submodel(model, size, mix) for mix in ladder(model, BETWEEN)]
-        scores[name] = score(sizes, data.val_dataloader(), sizes[-1], title)
-    alone = [
-        submodel(load(stages[f"independent_{name}"].checkpoint), size, None, label=name)
-        for name in GRANULARITIES
+def measure_nested(m: Measuring) -> Iterator[Row]:
+    """Score every granularity of a nested model, and Mix'n'Match sizes between them."""
+    data, model = m.datamodule("model"), load(m.stages["model"].checkpoint)
+    between = m.settings.get("between", BETWEEN)
+    sizes = [submodel(model, data.image_size, mix) for mix in ladder(model, between)]
+    row = m.settings["row"]
+    yield from rows_of(row, score(sizes, data.val_dataloader(), sizes[-1], row))
+
+
+def measure_alone(m: Measuring) -> Iterator[Row]:
+    """Score plain models of several sizes beside the largest of them."""
+    data = m.datamodule(next(iter(m.stages)))
+    models = [
+        submodel(load(stage.checkpoint), data.image_size, None, label=size)
+        for size, stage in m.stages.items()
     ]
-    scores["independent"] = score(alone, data.val_dataloader(), alone[-1], INDEPENDENT)
-    return scores, compare_orders(load(stages["matvit"].checkpoint), data, seed)
+    row = m.settings["row"]
+    yield from rows_of(row, score(models, data.val_dataloader(), models[-1], row))
 
 
-def compare_orders(model: Any, data: Any, seed: int) -> list[dict[str, Any]]:
-    """Mix'n'Match beside other orders of the same layers, and beside evolutionary search.
+def measure_orders(m: Measuring) -> Iterator[Row]:
+    """Mix'n'Match beside other configurations of like size (Section 3.3, Appendix D.1).
 
-    The search learns from losses on every other validation image; all are compared on the
-    remaining images (Section 3.3, Appendix D.1).
+    Beside other orders of the same layers, beside [S … S, XL … XL], and beside evolutionary
+    search, whose predictor learns from losses on every other validation image; all are compared on
+    the remaining ones.
     """
+    data, model = m.datamodule("model"), load(m.stages["model"].checkpoint)
+    learn, judge = halves(data)
+    costs, _ = layer_costs(model, "parameters")
+    layers, sizes = len(costs), len(costs[0])
+
+    def cost(mix: list[int]) -> float:
+        return sum(layer[index] for layer, index in zip(costs, mix, strict=True))
+
+    def losses(chosen: dict[str, list[int]], loader: Any) -> dict[str, float]:
+        models = {name: submodel(model, data.image_size, mix) for name, mix in chosen.items()}
+        single = list({one.label: one for one in models.values()}.values())
+        scores = score(single, loader, largest, "orders")
+        return {name: scores[one.label]["loss"] for name, one in models.items()}
+
+    largest = submodel(model, data.image_size, [sizes - 1] * layers)
+    pairs = sample_configurations(layers, sizes, min(SEARCH_PAIRS, sizes**layers), m.seed)
+    seen = losses({str(place): list(mix) for place, mix in enumerate(pairs)}, learn)
+    predictor = fit_predictor(pairs, list(seen.values()), m.seed)
+    yield Row(row="search", metric="predictor_mse", value=predictor.mse)
+    yield Row(row="search", metric="predictor_variance", value=predictor.baseline_mse)
+
+    for level in range(sizes - 1):
+        mix = [level] * (layers - layers // 2) + [level + 1] * (layers // 2)
+        chosen: dict[str, list[int]] = {order: arrange(mix, order) for order in ORDERS}
+        chosen["search"] = evolve(predictor, costs, cost(mix), seed=m.seed)
+        name = nesting_of(model).label(mix)
+        for row, loss in losses(chosen, judge).items():
+            yield Row(row=row, set=name, metric="loss", value=loss)
+            yield Row(row=row, set=name, metric="cost", value=cost(chosen[row]))
+    for count in range(1, layers):
+        ends = [0] * (layers - count) + [sizes - 1] * count
+        chosen = {"ends": ends, "least_slope": mix_and_match(costs, cost(ends))}
+        name = nesting_of(model).label(ends)
+        for row, loss in losses(chosen, judge).items():
+            yield Row(row=row, set=name, metric="loss", value=loss)
+            yield Row(row=row, set=name, metric="cost", value=cost(chosen[row]))
+
+
+def halves(data: Any) -> tuple[Any, Any]:
+    """Two loaders of every other validation image: to learn from, and to compare on."""
     images = data.val_set
-    learn, judge = (
+    first, second = (
         build_loader(
             Subset(images, range(part, len(images), 2)), data.eval_batch_size, training=False
         )
         for part in (0, 1)
     )
-    nesting = nesting_of(model)
-    widths, layers, size = nesting.layers[0].widths, len(nesting.layers), data.image_size
-    largest = submodel(model, size, [len(widths) - 1] * layers)
-    pairs = sample_configurations(layers, len(widths), SEARCH_PAIRS, seed)
-    samples = [submodel(model, size, mix) for mix in pairs]
-    seen = score(samples, learn, largest, "search: losses of random configurations")
-    losses = [seen[sample.label]["loss"] for sample in samples]
-    predictor = fit_predictor(pairs, losses, seed)
-    rows = []
-    for level in range(len(widths) - 1):
-        mix = [level] * (layers - layers // 2) + [level + 1] * (layers // 2)
-        budget = sum(widths[g] for g in mix)
-        chosen: dict[str, list[int]] = {order: arrange(mix, order) for order in ORDERS}
-        chosen["search"] = evolve(predictor, [widths] * layers, budget, seed=seed)
-        models = {
-            name: submodel(model, size, granularities) for name, granularities in chosen.items()
-        }
-        values = score(
-            list({m.label: m for m in models.values()}.values()), judge, largest, "orders"
-        )
-        rows.append(
-            {
-                "budget": budget,
-                "predictor_mse": predictor.mse,
-                **{
-                    name: {"configuration": m.label, **values[m.label]}
-                    for name, m in models.items()
-                },
-            }
-        )
-    return rows
+    return first, second
 
 
-def report(
-    experiment: Experiment,
-    results: Sequence[dict[str, Scores]],
-    orders: Sequence[list[dict[str, Any]]],
-) -> None:
-    """Write report.md, metrics.json and the plots, and show the main table."""
-    titles = {**NESTED, "independent": INDEPENDENT}
-    header = ["size", "parameters", "multiply-adds", *titles.values()]
-    agreement, divergence, main = [], [], []
-    for label, sizes in results[0]["matvit"].items():
-        cells: dict[str, list[str]] = {"accuracy": [], "agreement": [], "kl": []}
-        for method in titles:
-            found = [r[method][label] for r in results if label in r[method]]
-            for name, scale, digits in (("accuracy", 100, 1), ("agreement", 100, 1), ("kl", 1, 3)):
-                cells[name].append(
-                    mean_sd([f[name] for f in found], scale, digits) if found else ""
-                )
-        first = [label, f"{sizes['parameters']:,}", f"{sizes['macs'] / 1e6:,.2f} M"]
-        main.append([*first, *cells["accuracy"]])
-        agreement.append([label, *cells["agreement"]])
-        divergence.append([label, *cells["kl"]])
-    plot_accuracy(experiment, results, titles)
-    order_names = [*ORDERS, "search"]
-    order_rows = [
-        [f"{rows[0]['budget']:,}", rows[0]["increase"]["configuration"]]
-        + [mean_sd([row[name]["loss"] for row in rows], 1, 4) for name in order_names]
-        for rows in zip(*orders, strict=True)
-    ]
-    mse = statistics.fmean(rows[0]["predictor_mse"] for rows in orders)
+def report(table: pd.DataFrame, run: Run) -> list[str]:
+    """Accuracy, agreement, divergence, and the orders of Mix'n'Match."""
+    methods = {row: title for row, title in ROWS.items() if row in set(table["row"])}
+    sizes = size_columns(table, methods)
+    scored = {"stage": [f"score {row}" for row in methods]}
+    main = tabulate(table, sizes, [*size_costs(), *compared(methods)], index="set", heading="size")
+    main.show(f"MatViT ({run.preset}): validation accuracy, %")
+    costs = {"parameters": "parameters (without classifier)", "macs": "multiply-adds"}
+    joined = [row for row in methods if row != "independent"]
+    plot = run.out / "accuracy.png"
+    scatter(table, plot, "accuracy", costs, where=scored, titles=methods, joined=joined,
+            scale=100, ylabel="validation accuracy, %")  # fmt: skip
+    agreement = compared(methods, "agreement")
+    divergence = compared(methods, "kl", scale=1, digits=3)
     text = [
-        f"# MatViT, preset {experiment.preset}",
-        experiment.provenance(len(results)),
+        f"# MatViT, preset {run.preset}",
+        provenance(run.command, table),
         "Validation accuracy in %, mean ± standard deviation over seeds; parameters and "
         "multiply-adds without the classifier. Labels with `*` are Mix'n'Match sizes: `M*3+L*3` "
-        "is three layers of M, then three of L. All trainings saw the same number of examples; "
-        "an independent model exists only at the four granularities.",
-        markdown_table(header, main),
+        "is three layers of M, then three of L. Each independent model trained for X epochs, "
+        "MatViT, DynaBERT and the per-layer row on 4X epochs of images, joint training for X "
+        "epochs with every image through all granularities.",
+        main.markdown(),
         "![accuracy against parameters and multiply-adds](accuracy.png)",
         "## Agreement with the largest model of the same training",
         "Share of equal predictions, %:",
-        markdown_table(["size", *titles.values()], agreement),
+        tabulate(table, sizes, agreement, index="set", heading="size").markdown(),
         "KL(largest ‖ submodel), nats:",
-        markdown_table(["size", *titles.values()], divergence),
-        "## Mix'n'Match beside other orders and beside search",
-        "Loss of MatViT (sampled) on half of the validation images; the budget is hidden neurons "
-        "over all layers. The four orders place the same layers differently; Mix'n'Match is "
-        f"`increase`. The search's predictor learned from {SEARCH_PAIRS} configurations on the "
-        f"other half; its held-out mean squared error is {mse:.2g}.",
-        markdown_table(["budget", "Mix'n'Match", *order_names], order_rows),
+        tabulate(table, sizes, divergence, index="set", heading="size").markdown(),
     ]
-    show_table(f"MatViT ({experiment.preset}): validation accuracy, %", header, main)
-    metrics = {
-        "provenance": experiment.provenance(len(results)),
-        "seeds": results,
-        "orders": orders,
-    }
-    write_report(experiment.out, text, metrics)
+    return [*text, *report_orders(table)] if "matvit" in methods else text
 
 
-def plot_accuracy(
-    experiment: Experiment, results: Sequence[dict[str, Scores]], titles: dict[str, str]
-) -> None:
-    """Accuracy against parameters and against multiply-adds, one line for each training."""
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
-    for axis, (cost, name) in zip(
-        axes, (("parameters", "parameters"), ("macs", "multiply-adds")), strict=True
-    ):
-        curves = {
-            title: {
-                label: (
-                    sizes[cost] / 1e6,
-                    100 * statistics.fmean(r[method][label]["accuracy"] for r in results),
-                )
-                for label, sizes in results[0][method].items()
-            }
-            for method, title in titles.items()
-        }
-        plot_sizes(axis, curves, separate=INDEPENDENT)
-        axis.set_xlabel(f"{name}, millions (without classifier)")
-    axes[0].set_ylabel("validation accuracy, %")
-    axes[1].legend(loc="best")
-    save_plot(figure, experiment.out / "accuracy.png")
+def size_columns(table: pd.DataFrame, methods: dict[str, str]) -> list[str]:
+    """The labels of all sizes that were scored, from the smallest."""
+    scored = select(table, {"row": list(methods), "metric": "macs"})
+    return list(unique(scored.sort_values("value", kind="stable"), "set"))
+
+
+def size_costs(row: str | list[str] = "matvit") -> list[Column]:
+    """Columns of what a size costs."""
+    return [
+        Column("parameters", "parameters", {"row": row}, digits=0, spread=""),
+        Column("multiply-adds, M", "macs", {"row": row}, scale=1e-6, digits=2, spread=""),
+    ]
+
+
+def compared(
+    methods: dict[str, str], metric: str = "accuracy", scale: float = 100, digits: int = 1
+) -> list[Column]:
+    """A column for each method."""
+    return [
+        Column(title, metric, {"row": row}, scale=scale, digits=digits)
+        for row, title in methods.items()
+    ]
+
+
+def report_orders(table: pd.DataFrame) -> list[str]:
+    """Mix'n'Match beside other orders and beside search."""
+    orders = select(table, {"stage": "orders"})
+    mixes = list(unique(select(orders, {"row": "increase"}), "set"))
+    ends = list(unique(select(orders, {"row": "ends"}), "set"))
+    error, variance = (
+        select(orders, {"metric": f"predictor_{name}"})["value"].mean()
+        for name in ("mse", "variance")
+    )
+    both = {"least_slope": "least slope", "ends": "S and XL only"}
+    return [
+        "## Mix'n'Match beside other orders and beside search",
+        "Loss of MatViT (sampled) on half of the validation images. The four orders place the same "
+        "layers differently; Mix'n'Match is `increase`. The search's predictor learned from up to "
+        f"{SEARCH_PAIRS} configurations on the other half; its held-out mean squared error is "
+        f"{error:.2g}, where always predicting the mean has {variance:.2g}.",
+        tabulate(
+            orders,
+            mixes,
+            [Column(row, "loss", {"row": row}, digits=4) for row in (*ORDERS, "search")],
+            index="set",
+            heading="Mix'n'Match",
+        ).markdown(),
+        "Least slope against none at all (Section 3.3): Mix'n'Match within the parameters that a "
+        "model of S and XL layers has, so that it is never the larger of the two.",
+        tabulate(
+            orders,
+            ends,
+            [
+                *(Column(title, "loss", {"row": row}, digits=4) for row, title in both.items()),
+                *(
+                    Column(f"{title}: parameters", "cost", {"row": row}, digits=0, spread="")
+                    for row, title in both.items()
+                ),
+            ],
+            index="set",
+            heading="S and XL",
+        ).markdown(),
+    ]
+
+
+SIZE_MATTERS = Comparison(
+    "accuracy", {"row": "independent", "set": "XL"}, {"row": "independent", "set": "S"},
+    scale=100, digits=1,
+)  # fmt: skip
+FOUR = {"set": list(GRANULARITIES)}
+CLAIMS = [
+    Claim(
+        name=f"MatViT {size} ≥ independent {size}",
+        paper="MatFormer",
+        sentence=f"MatViT's {size} is as accurate as an independent ViT of its size (within half "
+        "a point), from one training.",
+        where="Section 4.2, Fig. 4",
+        number="B/16: on par or better, by up to 0.35 points",
+        test=Comparison(
+            "accuracy", {"row": "matvit", "set": size}, {"row": "independent", "set": size},
+            threshold=-0.005, scale=100, digits=1,
+        ),
+        gate=SIZE_MATTERS,
+    )
+    for size in ("S", "XL")
+] + [
+    Claim(
+        name="sampled > DynaBERT",
+        paper="MatFormer",
+        sentence="At equal data, sampling one granularity a step beats a piece of the batch for "
+        "each.",
+        where="Appendix B.4",
+        number="0.01 log-perplexity at 850M",
+        test=Comparison("loss", "dynabert", "matvit", where=FOUR, mean_over="set", digits=4),
+    ),
+    Claim(
+        name="sampled > per layer at S and XL",
+        paper="MatFormer",
+        sentence="Drawing each layer's granularity by itself (OFA) is worse near S and XL.",
+        where="Appendix B.4",
+        number="a bell-shaped curve of losses",
+        test=Comparison(
+            "loss", "per_layer", "matvit", where={"set": ["S", "XL"]}, mean_over="set", digits=4
+        ),
+    ),
+    Claim(
+        name="least slope > S and XL only",
+        paper="MatFormer",
+        sentence="At like size, layers of neighbouring granularities beat S and XL layers.",
+        where="Section 3.3",
+        number="not given",
+        test=Comparison(
+            "loss", "ends", "least_slope", where={"stage": "orders"}, mean_over="set", digits=4
+        ),
+    ),
+    Claim(
+        name="Mix'n'Match ≥ search",
+        paper="MatFormer",
+        sentence="Mix'n'Match is at least as good as evolutionary search.",
+        where="Appendix D.1, Table 5",
+        number="2.926 against 2.932 (245M)",
+        test=Comparison(
+            "loss", "search", "increase", where={"stage": "orders"}, mean_over="set", digits=4
+        ),
+    ),
+    Claim(
+        name="MatViT S agrees with XL",
+        paper="MatFormer",
+        sentence="A nested S answers as its XL does more often than an independent S answers as an "
+        "independent XL.",
+        where="Section 3.4, Fig. 3",
+        number="a curve",
+        test=Comparison(
+            "agreement", {"row": "matvit", "set": "S"}, {"row": "independent", "set": "S"},
+            scale=100, digits=1,
+        ),
+        gate=SIZE_MATTERS,
+    ),
+]  # fmt: skip
+EXPERIMENT = Experiment("matformer.matvit", __file__, "matvit", __doc__ or "", declare, report)
+
+
+def main(argv: list[str] | None = None) -> Run:
+    """Run the experiment."""
+    return run_experiment(EXPERIMENT, argv)
 
 
 if __name__ == "__main__":

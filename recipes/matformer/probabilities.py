@@ -3,22 +3,26 @@
 Favouring XL improves it at the cost of S, and the other way round. The row of equal probabilities
 is recipes.matformer.matvit's own training, used again if it is there.
 
-    python -m recipes.matformer.probabilities                    digits, a minute or two on a CPU
+    python -m recipes.matformer.probabilities --jobs 2           digits, minutes on a CPU
     python -m recipes.matformer.probabilities --preset small     tiny-imagenet of $RECIPES_DATA
     python -m recipes.matformer.probabilities --preset paper --data.root /data/imagenet
 """
 
-import statistics
 from collections.abc import Sequence
 
+import pandas as pd
 from matplotlib import pyplot as plt
 
 from lightning_modules.matformer.nest import GRANULARITIES
-from recipes.legacy import Experiment, StageResult, from_command_line
-from recipes.matformer.matvit import Scores, sampling
-from recipes.matformer.submodels import ladder, load, score, submodel
+from recipes.claims import Claim, Comparison
+from recipes.experiment import Experiment, Run
+from recipes.matformer import matvit
 from recipes.messages import console
-from recipes.report import markdown_table, mean_sd, save_plot, show_table, write_report
+from recipes.nodes import Stage
+from recipes.plots import save_plot
+from recipes.results import by_seed, provenance
+from recipes.runner import run_experiment
+from recipes.tables import Column, Table, tabulate
 
 # probabilities of S, M, L, XL → the paper's validation log-perplexity of S, M, L, XL (850M MatLM)
 TABLE_6: dict[tuple[float, ...], Sequence[float]] = {
@@ -32,89 +36,121 @@ INDEPENDENT = (3.017, 2.971, 2.910, 2.840)  # the paper's baselines, one for eac
 UNIFORM = (0.25, 0.25, 0.25, 0.25)
 
 
-def main(argv: list[str] | None = None) -> Experiment:
-    """Run the experiment."""
-    experiment = from_command_line(
-        "matformer.probabilities", __file__, "matvit", __doc__ or "", argv
-    )
-    results: list[dict[str, Scores]] = []
-    for seed in range(experiment.seeds):
-        data = experiment.datamodule("matvit", seed)
-        scores: dict[str, Scores] = {}
-        for row in TABLE_6:
-            model = load(train(experiment, seed, row).checkpoint)
-            sizes = [submodel(model, data.image_size, mix) for mix in ladder(model, between=0)]
-            scores[name(row)] = score(sizes, data.val_dataloader(), sizes[-1], name(row))
-        results.append(scores)
-        report(experiment, results)
-    return experiment
-
-
-def train(experiment: Experiment, seed: int, row: Sequence[float]) -> StageResult:
-    """MatViT with these probabilities of its granularities."""
-    if row == UNIFORM:
-        return experiment.sibling("matformer.matvit").stage(
-            "matvit", "matvit", seed, sampling(seed)
-        )
-    folder = "p" + "_".join(f"{100 * p:.0f}" for p in row)
-    return experiment.stage(folder, "matvit", seed, sampling(seed, probabilities=list(row)))
-
-
 def name(row: Sequence[float]) -> str:
     """Such as ".44/.31/.15/.10"."""
     return "/".join(f"{p:.2f}".removeprefix("0") for p in row)
 
 
-def report(experiment: Experiment, results: Sequence[dict[str, Scores]]) -> None:
-    """Write report.md, metrics.json and the plot, and show the main table."""
-    cells: dict[str, list[list[str]]] = {"accuracy": [], "loss": []}
-    for row, paper in TABLE_6.items():
-        for metric, scale, digits in (("accuracy", 100, 1), ("loss", 1, 3)):
-            found = [
-                mean_sd([r[name(row)][size][metric] for r in results], scale, digits)
-                for size in GRANULARITIES
-            ]
-            cells[metric].append([name(row), *found])
-        cells["loss"][-1] += [f"{value:.3f}" for value in paper]
-    independent = ["independent", *[""] * 4, *(f"{value:.3f}" for value in INDEPENDENT)]
-    header = ["p_S/p_M/p_L/p_XL", *GRANULARITIES]
-    plot(experiment, results)
-    show_table(f"Sampling ({experiment.preset}): validation accuracy, %", header, cells["accuracy"])
+def declare(run: Run) -> None:
+    """A training of each seed and row."""
+    chosen = run.rows(map(name, TABLE_6))
+    for seed in run.seeds:
+        for row in TABLE_6:
+            if name(row) in chosen:
+                run.measure(
+                    f"score {folder(row)}",
+                    seed,
+                    matvit.measure_nested,
+                    {"model": training(run, row, seed)},
+                    {"row": name(row), "between": 0},
+                )
+
+
+def training(run: Run, row: Sequence[float], seed: int) -> Stage:
+    """MatViT with these probabilities of its granularities."""
+    if row == UNIFORM:
+        return matvit.nested(run.sibling("matformer.matvit"), "matvit", seed)
+    sampler = matvit.sampler(probabilities=list(row))
+    return run.stage(folder(row), "matvit", seed, varied={"trainer.callbacks": [sampler]})
+
+
+def folder(row: Sequence[float]) -> str:
+    """The name of a row's stage."""
+    return "p" + "_".join(f"{100 * p:.0f}" for p in row)
+
+
+def report(table: pd.DataFrame, run: Run) -> list[str]:
+    """Accuracy and loss of each size under each row of probabilities."""
+    rows = [name(row) for row in TABLE_6 if name(row) in set(table["row"])]
+    heading = "p_S/p_M/p_L/p_XL"
+    accuracy = tabulate(table, rows, columns("accuracy", 100, 1), heading=heading)
+    accuracy.show(f"Sampling ({run.preset}): validation accuracy, %")
+    loss = tabulate(table, rows, columns("loss", 1, 3), heading=heading)
+    paper = {name(row): [f"{value:.3f}" for value in values] for row, values in TABLE_6.items()}
+    beside = Table(
+        [*loss.header, *(f"paper {size}" for size in GRANULARITIES)],
+        [
+            *([*cells, *paper[cells[0]]] for cells in loss.rows),
+            ["independent", *[""] * len(GRANULARITIES), *(f"{v:.3f}" for v in INDEPENDENT)],
+        ],
+        loss.notes,
+    )
     text = [
-        f"# Sampling probabilities (Table 6), preset {experiment.preset}",
-        experiment.provenance(len(results)),
+        f"# Sampling probabilities (Table 6), preset {run.preset}",
+        provenance(run.command, table),
         "Validation accuracy in %, mean ± standard deviation over seeds:",
-        markdown_table(header, cells["accuracy"]),
+        accuracy.markdown(),
         "Validation loss in nats, beside the paper's validation log-perplexity of an 850M language "
         "model. Task and scale differ: compare how a row changes from size to size.",
-        markdown_table(
-            [*header, *(f"paper {size}" for size in GRANULARITIES)], [*cells["loss"], independent]
-        ),
-        "![loss of each size, less that of equal probabilities](probabilities.png)",
+        beside.markdown(),
     ]
-    metrics = {"provenance": experiment.provenance(len(results)), "seeds": results}
-    write_report(experiment.out, text, metrics)
+    if name(UNIFORM) in rows:
+        plot(table, run)
+        text.append("![loss of each size, less that of equal probabilities](probabilities.png)")
+    return text
 
 
-def plot(experiment: Experiment, results: Sequence[dict[str, Scores]]) -> None:
+def columns(metric: str, scale: float, digits: int) -> list[Column]:
+    """One for each size."""
+    return [
+        Column(size, metric, {"set": size}, scale=scale, digits=digits) for size in GRANULARITIES
+    ]
+
+
+def plot(table: pd.DataFrame, run: Run) -> None:
     """Loss of each size less its loss under equal probabilities, beside the paper's."""
     ours: dict[tuple[float, ...], Sequence[float]] = {
         row: [
-            statistics.fmean(r[name(row)][size]["loss"] for r in results) for size in GRANULARITIES
+            by_seed(table, "loss", {"row": name(row), "set": size}).mean() for size in GRANULARITIES
         ]
         for row in TABLE_6
+        if name(row) in set(table["row"])
     }
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2))
-    titles = (f"ours, preset {experiment.preset}", "paper (850M MatLM)")
-    for axis, table, title in zip(axes, (ours, TABLE_6), titles, strict=True):
-        for row, losses in table.items():
-            change = [a - b for a, b in zip(losses, table[UNIFORM], strict=True)]
+    titles = (f"ours, preset {run.preset}", "paper (850M MatLM)")
+    for axis, losses_of, title in zip(axes, (ours, TABLE_6), titles, strict=True):
+        for row, losses in losses_of.items():
+            change = [a - b for a, b in zip(losses, losses_of[UNIFORM], strict=True)]
             axis.plot(GRANULARITIES, change, "o-", label=name(row))
         axis.set_title(title)
         axis.set_ylabel("loss less that of equal probabilities")
         axis.grid(alpha=0.3)
     axes[1].legend(title="S/M/L/XL")
-    save_plot(figure, experiment.out / "probabilities.png")
+    save_plot(figure, run.out / "probabilities.png")
+
+
+CLAIMS = [
+    Claim(
+        name=f"favouring {size} improves it",
+        paper="MatFormer",
+        sentence=f"{size} drawn more often has a lower loss than under equal probabilities.",
+        where="Table 6",
+        number=number,
+        test=Comparison("loss", name(UNIFORM), name(row), where={"set": size}, digits=4),
+    )
+    for size, number, row in (
+        ("S", "2.963 against 2.970", (0.44, 0.31, 0.15, 0.10)),
+        ("XL", "2.829 against 2.846", (0.17, 0.20, 0.22, 0.41)),
+    )
+]
+EXPERIMENT = Experiment(
+    "matformer.probabilities", __file__, "matvit", __doc__ or "", declare, report
+)
+
+
+def main(argv: list[str] | None = None) -> Run:
+    """Run the experiment."""
+    return run_experiment(EXPERIMENT, argv)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
-"""Submodels of trained models: how to take them, score them side by side, and plot them."""
+"""Submodels of trained models: how to take them, and score them side by side."""
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from matplotlib.axes import Axes
 from rich.progress import track
 from torch import Tensor, nn
 
 from lightning_modules.backbones import feature_vector
 from lightning_modules.counting import count_macs, count_parameters
-from lightning_modules.matformer import MatViT, extract, mix_and_match
+from lightning_modules.matformer import MatViT, extract, layer_costs, mix_and_match
 from lightning_modules.matformer.consistency import SubmodelMetrics
-from lightning_modules.matformer.nest import GRANULARITIES, nesting_of, set_granularity
+from lightning_modules.matformer.nest import nesting_of, set_granularity
+from recipes.results import Row
 
 
 @dataclass
@@ -91,16 +91,15 @@ def ladder(model: nn.Module, between: int) -> list[list[int]]:
         model: nested.
         between: Mix'n'Match sizes between two neighbouring granularities.
     """
-    nesting = nesting_of(model)
-    widths, layers = nesting.layers[0].widths, len(nesting.layers)
-    found: list[list[int]] = []
-    for small, large in itertools.pairwise(widths):
+    costs, _ = layer_costs(model, "parameters")
+    uniform = [sum(layer[i] for layer in costs) for i in range(len(costs[0]))]
+    chosen: list[list[int]] = []
+    for small, large in itertools.pairwise(uniform):
         for i in range(between + 1):
-            budget = layers * small + layers * (large - small) * i // (between + 1)
-            mix = mix_and_match([widths] * layers, budget)
-            if mix not in found:
-                found.append(mix)
-    return [*found, [len(widths) - 1] * layers]
+            mix = mix_and_match(costs, small + (large - small) * i / (between + 1))
+            if mix not in chosen:
+                chosen.append(mix)
+    return [*chosen, [len(uniform) - 1] * len(costs)]
 
 
 @torch.no_grad()
@@ -137,6 +136,13 @@ def score(
     }
 
 
+def rows_of(row: str, scores: dict[str, dict[str, float]]) -> Iterator[Row]:
+    """The scores of a model's sizes as rows of the table; the size stands under `set`."""
+    for size, values in scores.items():
+        for metric, value in values.items():
+            yield Row(row=row, set=size, metric=metric, value=value)
+
+
 @torch.no_grad()
 def encode(model: Submodel, loader: Iterable, what: str) -> tuple[Tensor, Tensor]:
     """Feature vectors (N, D) and labels (N,) of a data set."""
@@ -145,26 +151,3 @@ def encode(model: Submodel, loader: Iterable, what: str) -> tuple[Tensor, Tensor
         features.append(model.features(images.to(device())).cpu())
         labels.append(targets)
     return torch.cat(features), torch.cat(labels)
-
-
-def plot_sizes(
-    axis: Axes, curves: dict[str, dict[str, tuple[float, float]]], separate: str = ""
-) -> None:
-    """One line for each training over its sizes; the granularities are large dots, named once.
-
-    Args:
-        axis: receives the lines.
-        curves: title of the line → label of the size → (cost, value).
-        separate: the title whose points are separate models; its line is dashed.
-    """
-    for i, (title, sizes) in enumerate(curves.items()):
-        points = sorted(sizes.values())
-        style = "--" if title == separate else "-"
-        axis.plot(*zip(*points, strict=True), style, marker=".", color=f"C{i}", label=title)
-        for label in GRANULARITIES:
-            if label in sizes:
-                axis.plot(*sizes[label], "o", color=f"C{i}")
-            if label in sizes and i == 0:
-                axis.annotate(label, sizes[label], (0, 7), textcoords="offset points", ha="center")
-    axis.margins(y=0.12)  # room for the names
-    axis.grid(alpha=0.3)

@@ -1,32 +1,106 @@
-"""The experiments on MatViT, from the command line to the report, on a few digits."""
+"""The experiments on MatViT: what each stage trains and on how much, and the tiny runs."""
 
-import importlib
-import json
+import math
 
 import pytest
+import torch
 from PIL import Image
 
+from recipes.cli import parse, presets
 from recipes.matformer import finetune_grid, heads, matvit, probabilities, retrieval
+from recipes.records import read_record
+from recipes.results import read, select
+from recipes.runner import command_line
 
-SIZES = {"S", "M", "L", "XL"}
+SIZES = ["S", "M", "L", "XL"]
+MODULES = {
+    module.EXPERIMENT.name.split(".")[1]: module
+    for module in (matvit, retrieval, finetune_grid, probabilities, heads)
+}
 PLOTS = {
-    "matvit": "accuracy.png",
-    "retrieval": "retrieval.png",
-    "finetune_grid": "finetune_grid.png",
-    "probabilities": "probabilities.png",
-    "heads": "accuracy.png",
+    "matvit": ["accuracy.png"],
+    "retrieval": ["adaptive.png", "traditional.png"],
+    "finetune_grid": ["finetune_grid.png"],
+    "probabilities": ["probabilities.png"],
+    "heads": ["accuracy.png"],
 }
 ROWS = {
-    "matvit": {*matvit.NESTED, "independent"},
-    "retrieval": set(retrieval.FAMILIES),
-    "finetune_grid": set(finetune_grid.TABLE_7),
+    "matvit": {*matvit.ROWS, *matvit.ORDERS, "search", "ends", "least_slope"},
+    "retrieval": {*retrieval.FAMILIES, "chance"},
+    "finetune_grid": set(finetune_grid.ROWS),
     "probabilities": {probabilities.name(row) for row in probabilities.TABLE_6},
     "heads": set(heads.PARTS),
 }
+EPOCHS = 4  # of a nested stage in the tiny runs; an independent model has a quarter
 
 
-def main_of(name):
-    return importlib.import_module(f"recipes.matformer.{name}").main
+def declared(name, *arguments):
+    experiment = MODULES[name].EXPERIMENT
+    run = command_line(experiment, [*arguments])
+    experiment.declare(run)
+    return run
+
+
+def stages(run):
+    """The settings of each stage."""
+    return {node.name: node.parsed() for node in run.nodes.values() if hasattr(node, "config")}
+
+
+@pytest.mark.parametrize("preset", presets(matvit.EXPERIMENT.folder / "matvit.yaml"))
+def test_the_baselines_have_their_full_budget(preset):
+    """Appendix B.3: X epochs for each independent model, 4X for what samples."""
+    file = matvit.EXPERIMENT.folder / "matvit.yaml"
+    found = stages(declared("matvit", "--preset", preset))
+    total, batch = (
+        parse(file, preset).trainer.max_epochs,
+        parse(file, preset).data.init_args.batch_size,
+    )
+    for name, settings in found.items():
+        alone, joint = name.startswith("independent"), name == "joint"
+        assert settings.trainer.max_epochs == (total // 4 if alone or joint else total), name
+        assert settings.data.init_args.batch_size == (4 * batch if name == "dynabert" else batch)
+        assert (settings.model.init_args.fractions is None) == alone
+        assert settings.model.init_args.warmup_steps == found["matvit"].model.init_args.warmup_steps
+        assert settings.model.init_args.split_batch == (name == "dynabert")
+        assert settings.model.init_args.joint == ("mean" if name in ("joint", "dynabert") else None)
+    if preset == "paper":
+        assert total == 1200
+
+
+def test_the_paper_preset_is_the_reference_codes():
+    settings = parse(matvit.EXPERIMENT.folder / "matvit.yaml")
+    model, data = settings.model.init_args, settings.data.init_args
+    assert (model.lr, model.weight_decay, model.warmup_steps) == (1e-3, 0.1, 10000)
+    assert (model.betas, model.decay_vectors, model.head_bias) == ([0.9, 0.999], True, -6.9)
+    assert (model.loss, model.schedule, settings.trainer.gradient_clip_val) == (
+        "sigmoid", "cosine", 1.0,
+    )  # fmt: skip
+    assert set(model.model_args.values()) == {0.1} and len(model.model_args) == 3
+    assert (data.image_size, data.crop_pct, data.mixup) == (224, 0.875, 0.5)
+    assert data.batch_size * 8 == 2048
+
+
+def test_randaugment_applies_both_operations_always():
+    from timm.data.auto_augment import rand_augment_transform
+
+    policy = parse(matvit.EXPERIMENT.folder / "matvit.yaml").data.init_args.auto_augment
+    augment = rand_augment_transform(policy, {})
+    assert augment.num_layers == 2 and {operation.prob for operation in augment.ops} == {1.0}
+
+
+def test_independent_models_are_as_wide_as_the_granularities():
+    found = stages(declared("matvit", "--preset", "paper", "--rows", "independent"))
+    ratios = [
+        found[f"independent_{size}"].model.init_args.model_args["mlp_ratio"] for size in SIZES
+    ]
+    assert ratios == [0.5, 1.0, 2.0, 4.0]
+    found = stages(declared("matvit", "--rows", "independent", "--model.model_args.mlp_ratio=8"))
+    assert found["independent_S"].model.init_args.model_args["mlp_ratio"] == 1.0
+
+
+def test_epochs_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="trainer.max_epochs 10 must be a multiple of 4"):
+        declared("matvit", "--trainer.max_epochs=10").check()
 
 
 @pytest.fixture(scope="module")
@@ -37,65 +111,136 @@ def out(tmp_path_factory):
 
 @pytest.mark.parametrize("name", PLOTS)
 def test_tiny_preset(name, out, monkeypatch):
-    command = ["--out", str(out), "--trainer.max_epochs=4", "--data.per_class=32"]
-    folder = main_of(name)(command).out
-    metrics = json.loads((folder / "metrics.json").read_text())
-    check(name, metrics["seeds"])
-    text = (folder / "report.md").read_text()
-    assert (
-        text.count("| --- |") >= 1 and f"({PLOTS[name]})" in text and metrics["provenance"] in text
-    )
-    with Image.open(folder / PLOTS[name]) as plot:
-        assert min(plot.size) > 300
+    command = ["--out", str(out), f"--trainer.max_epochs={EPOCHS}", "--data.per_class=16"]
+    monkeypatch.setattr(matvit, "BETWEEN", 1)
+    run = MODULES[name].main(command)
+    table = read(run.out)
+    assert set(table.row) == ROWS[name]
+    check_numbers(name, table)
+    check_updates(run)
+    text = (run.out / "report.md").read_text()
+    assert "A smoke test" in text and "| --- |" in text
+    for plot in PLOTS[name]:
+        assert f"({plot})" in text
+        with Image.open(run.out / plot) as picture:
+            assert min(picture.size) > 300
 
-    def fail(args):
+    def fail(args, callbacks=()):
         raise AssertionError(f"a finished stage was trained again: {args}")
 
-    monkeypatch.setattr("recipes.legacy.run_stage", fail)
-    main_of(name)(command)
-    assert json.loads((folder / "metrics.json").read_text())["seeds"] == metrics["seeds"]
+    monkeypatch.setattr("recipes.work.run_stage", fail)
+    assert read(MODULES[name].main(command).out).equals(table)
 
 
-def check(name, seeds):
-    """The rows that the experiment promises, each with numbers that can be."""
-    (scores,) = seeds
-    assert set(scores) == ROWS[name]
-    for row, sizes in scores.items():
-        assert set(sizes) == {"XL"} if row == "MatViT → ViT" else set(sizes) >= SIZES
-        for label, found in sizes.items():
-            assert 0 < found["parameters"] <= sizes["XL"]["parameters"]
-            assert 0 < found["macs"] <= sizes["XL"]["macs"]
-            if name == "retrieval":
-                assert 0 <= found["adaptive"] <= 1
-                assert ("traditional" in found) == (label in SIZES)
-            else:
-                assert 0 <= found["accuracy"] <= 1 and 0 < found["loss"] < 20
-                assert 0 <= found["agreement"] <= 1 and -1e-6 < found["kl"] < 20
-        if name == "retrieval":  # XL's queries and documents are the same in both modes
-            assert sizes["XL"]["adaptive"] == sizes["XL"]["traditional"]
-        else:
-            assert sizes["XL"]["agreement"] == 1
+def check_numbers(name, table):
+    """Each with what it can be; where there are several sizes, the largest costs most."""
+    for row, part in select(table, {"metric": "parameters"}).groupby("row"):
+        sizes = part.set_index("set").value
+        assert set(sizes.index) >= ({"XL"} if row == "matvit_vit" else set(SIZES))
+        assert sizes.max() == sizes["XL"] and sizes.is_unique
+    bounds = {"accuracy": 1, "agreement": 1, "adaptive": 1, "traditional": 1, "loss": 20, "kl": 20}
+    for metric, part in table.groupby("metric"):
+        assert part.value.between(-1e-6, bounds.get(metric, math.inf)).all(), metric
+    largest = select(table, {"metric": "agreement", "set": "XL"}).value
+    assert (largest == 1).all()
+    if name == "retrieval":  # XL's queries and documents are the same in both modes
+        xl = select(table, {"set": "XL"}).set_index(["row", "metric"]).value
+        assert all(xl[row, "adaptive"] == xl[row, "traditional"] for row in retrieval.FAMILIES)
+
+
+def check_updates(run):
+    """Every stage made the updates that its examples, batch and epochs give, and no fewer."""
+    for node in run.nodes.values():
+        if not hasattr(node, "config"):
+            continue
+        settings = node.parsed()
+        plain = settings.model.init_args.fractions is None
+        assert settings.trainer.max_epochs == (
+            EPOCHS // 4 if plain or node.name == "joint" else EPOCHS
+        )
+        classes = len(settings.data.init_args.classes or range(10))
+        batches = 16 * classes // settings.data.init_args.batch_size
+        state = torch.load(node.folder / "checkpoints" / "last.ckpt", weights_only=True)
+        assert state["global_step"] == batches * settings.trainer.max_epochs, node.name
+        assert read_record(node.folder)["finished"]
+
+
+def test_what_is_scored_is_the_validation_part(out):
+    """The accuracy in the table is the one that validation logged at the end of training."""
+    run = matvit.main(["--out", str(out), f"--trainer.max_epochs={EPOCHS}", "--data.per_class=16"])
+    table = read(run.out)
+    for row, stage, suffix in (
+        ("matvit", "matvit", "_S"), ("matvit", "matvit", "_XL"), ("independent", "independent_S", "")
+    ):  # fmt: skip
+        from recipes.records import read_history
+
+        history = read_history(run.out / "seed0" / stage)
+        size = suffix[1:] or "S"
+        (scored,) = select(table, {"row": row, "set": size, "metric": "accuracy"}).value
+        assert scored == pytest.approx(history[f"val/accuracy{suffix}"][-1], abs=1e-6)
+
+
+def test_the_search_learns_on_other_images_than_it_is_judged_on():
+    from datamodules import DigitsData
+
+    data = DigitsData(batch_size=64, eval_batch_size=600, seed=1)
+    learn, judge = (next(iter(loader))[0] for loader in matvit.halves(data))
+    assert len(learn) + len(judge) == len(data.val_set) and abs(len(learn) - len(judge)) <= 1
+    learned = {image.numpy().tobytes() for image in learn}
+    twice = sum(image.numpy().tobytes() in learned for image in judge)
+    assert twice <= 2  # the set holds a few equal digits
+
+
+def test_the_orders_are_judged_on_the_second_half(monkeypatch):
+    """`score` sees the first half while the predictor learns, the second one afterwards."""
+    seen = []
+
+    class Stop(Exception):
+        pass
+
+    def record(models, loader, reference, what):
+        seen.append(loader)
+        if len(seen) == 3:
+            raise Stop
+        return {model.label: {"loss": float(len(model.label))} for model in models}
+
+    from recipes.experiment import Measuring
+
+    class Stage:
+        checkpoint = "x"
+
+    first, second = object(), object()
+    data = type("Data", (), {"image_size": 8})()
+    import timm
+
+    from lightning_modules.matformer import nest
+
+    vit = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 3, "num_heads": 2}
+    model = nest(timm.create_model("vit_tiny_patch16_224", num_classes=3, **vit))
+    monkeypatch.setattr(matvit, "halves", lambda data: (first, second))
+    monkeypatch.setattr(matvit, "load", lambda checkpoint: model)
+    monkeypatch.setattr(matvit, "score", record)
+    monkeypatch.setattr(Measuring, "datamodule", lambda self, name: data)
+    with pytest.raises(Stop):
+        list(matvit.measure_orders(Measuring(0, {}, {"model": Stage()}, None)))
+    assert seen == [first, second, second]
 
 
 @pytest.mark.parametrize("name", PLOTS)
-def test_unknown_preset(name, capsys):
-    with pytest.raises(SystemExit):
-        main_of(name)(["--preset", "tinny"])
-    message = capsys.readouterr().err
-    assert "unknown preset 'tinny': expected tiny, small, paper" in message
+def test_unknown_preset(name):
+    with pytest.raises(ValueError, match="unknown preset 'tinny': .* has tiny, small, paper"):
+        MODULES[name].main(["--preset", "tinny"])
 
 
 @pytest.mark.parametrize("name", PLOTS)
 def test_help(name, capsys):
     with pytest.raises(SystemExit):
-        main_of(name)(["--help"])
+        MODULES[name].main(["--help"])
     shown = capsys.readouterr().out
     assert f"python -m recipes.matformer.{name} " in shown and "--preset paper" in shown
 
 
 def test_documents_are_the_training_images_as_evaluation_sees_them():
-    import torch
-
     from datamodules import DigitsData
 
     data = DigitsData(batch_size=64, eval_batch_size=100, augmentation="light", seed=1)
