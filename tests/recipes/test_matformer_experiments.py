@@ -8,7 +8,7 @@ from PIL import Image
 
 from recipes.cli import parse, presets
 from recipes.matformer import finetune_grid, heads, matvit, probabilities, retrieval
-from recipes.records import read_record
+from recipes.records import read_history, read_record
 from recipes.results import read, select
 from recipes.runner import command_line
 
@@ -32,6 +32,11 @@ ROWS = {
     "heads": set(heads.PARTS),
 }
 EPOCHS = 4  # of a nested stage in the tiny runs; an independent model has a quarter
+SHORT = [
+    f"--trainer.max_epochs={EPOCHS}",
+    "--trainer.check_val_every_n_epoch=1",
+    "--data.per_class=16",
+]
 
 
 def declared(name, *arguments):
@@ -111,7 +116,7 @@ def out(tmp_path_factory):
 
 @pytest.mark.parametrize("name", PLOTS)
 def test_tiny_preset(name, out, monkeypatch):
-    command = ["--out", str(out), f"--trainer.max_epochs={EPOCHS}", "--data.per_class=16"]
+    command = ["--out", str(out), *SHORT]
     monkeypatch.setattr(matvit, "BETWEEN", 1)
     run = MODULES[name].main(command)
     table = read(run.out)
@@ -155,27 +160,25 @@ def check_updates(run):
             continue
         settings = node.parsed()
         plain = settings.model.init_args.fractions is None
-        assert settings.trainer.max_epochs == (
-            EPOCHS // 4 if plain or node.name == "joint" else EPOCHS
-        )
+        epochs = EPOCHS // 4 if plain or node.name == "joint" else EPOCHS
+        assert settings.trainer.max_epochs == epochs, node.name
         classes = len(settings.data.init_args.classes or range(10))
         batches = 16 * classes // settings.data.init_args.batch_size
         state = torch.load(node.folder / "checkpoints" / "last.ckpt", weights_only=True)
-        assert state["global_step"] == batches * settings.trainer.max_epochs, node.name
+        assert state["global_step"] == batches * epochs, node.name
         assert read_record(node.folder)["finished"]
 
 
 def test_what_is_scored_is_the_validation_part(out):
     """The accuracy in the table is the one that validation logged at the end of training."""
-    run = matvit.main(["--out", str(out), f"--trainer.max_epochs={EPOCHS}", "--data.per_class=16"])
+    run = matvit.main(["--out", str(out), *SHORT])
     table = read(run.out)
-    for row, stage, suffix in (
-        ("matvit", "matvit", "_S"), ("matvit", "matvit", "_XL"), ("independent", "independent_S", "")
-    ):  # fmt: skip
-        from recipes.records import read_history
-
+    for row, stage, size, suffix in (
+        ("matvit", "matvit", "S", "_S"),
+        ("matvit", "matvit", "XL", "_XL"),
+        ("independent", "independent_S", "S", ""),
+    ):
         history = read_history(run.out / "seed0" / stage)
-        size = suffix[1:] or "S"
         (scored,) = select(table, {"row": row, "set": size, "metric": "accuracy"}).value
         assert scored == pytest.approx(history[f"val/accuracy{suffix}"][-1], abs=1e-6)
 
