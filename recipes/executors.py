@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from recipes.messages import sentence
 
 Say = Callable[[str], None]  # takes a few words on how far a task is
+STARTING = threading.Lock()  # processes start one after the other: the environment is shared
 
 
 @dataclass
@@ -90,7 +91,6 @@ class LocalPool:
         self.jobs = jobs
         share = max(1, _cores() // jobs)
         self.count = threads or int(os.environ.get("OMP_NUM_THREADS", share))
-        self.stopped = False
         self.waiting = ThreadPoolExecutor(jobs)  # a thread for each process: it waits
         self.idle: SimpleQueue[_Worker | None] = SimpleQueue()
         self.workers: list[_Worker] = []
@@ -113,9 +113,9 @@ class LocalPool:
 
     def stop(self) -> None:
         """Kill the processes, and what they have started."""
+        self.waiting.shutdown(wait=False, cancel_futures=True)
         for worker in self.workers:
             worker.kill()
-        self.waiting.shutdown(wait=False, cancel_futures=True)
 
 
 class _Worker:
@@ -124,7 +124,7 @@ class _Worker:
     def __init__(self, threads: int):
         context = multiprocessing.get_context("spawn")
         self.pipe, other = context.Pipe()
-        with _environment(OMP_NUM_THREADS=str(threads)):
+        with STARTING, _environment(OMP_NUM_THREADS=str(threads)):
             self.process = context.Process(target=_work, args=(other, threads), daemon=False)
             self.process.start()
         other.close()
@@ -149,8 +149,9 @@ class _Worker:
     def kill(self) -> None:
         """End the process and all that it started."""
         if self.process.is_alive():
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
                 os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.kill()
             self.process.join()
 
 

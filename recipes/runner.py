@@ -7,6 +7,7 @@ changed starts anew beside its old folder, which is kept under a numbered name.
 import argparse
 import contextlib
 import fcntl
+import importlib
 import json
 import os
 import shlex
@@ -25,8 +26,10 @@ from recipes.flags import Flags
 from recipes.messages import ExperimentFailed
 from recipes.nodes import LAST, Measurement, Measuring, Node, Stage, resolved
 from recipes.progress import View, console
-from recipes.records import ROWS, Finished, read_record, write_record
+from recipes.records import ROWS, Finished, read_record, write_record, write_whole
 from recipes.work import Look, Training, measure, train
+
+RUN = "run.json"  # in a run's folder: what `python -m recipes report` goes by
 
 
 def run_experiment(experiment: Experiment, argv: list[str] | None = None) -> Run:
@@ -43,9 +46,8 @@ def run_experiment(experiment: Experiment, argv: list[str] | None = None) -> Run
         show_plan(run)
         return run
     with locked(run):
-        (run.out / "run.json").write_text(
-            json.dumps({"experiment": experiment.name, "command": run.command})
-        )
+        saved = {"experiment": experiment.name, "command": run.command}
+        write_whole(run.out / RUN, json.dumps(saved) + "\n")
         execute(run, InProcess() if run.options.jobs == 1 else LocalPool(run.options.jobs))
         if all(is_finished(node) for node in run.nodes.values()):
             write_report(experiment, run)
@@ -103,6 +105,26 @@ def command_line(experiment: Experiment, argv: list[str] | None = None) -> Run:
         options=options,
         command=shlex.join(["python", "-m", f"recipes.{experiment.name}", *argv]),
     )
+
+
+def main(argv: list[str]) -> None:
+    """`python -m recipes report FOLDER`: write an experiment's report again, without training.
+
+    Raises:
+        FileNotFoundError: if the folder is no experiment's.
+    """
+    parser = argparse.ArgumentParser(prog="python -m recipes report", description=main.__doc__)
+    parser.add_argument("folder", type=Path, help="of a run, such as runs/matformer-matvit/tiny")
+    folder = parser.parse_args(argv).folder
+    record = folder / RUN
+    if not record.is_file():
+        raise FileNotFoundError(f"{record} is missing: expected the folder of an experiment's run")
+    saved = json.loads(record.read_text())
+    experiment = importlib.import_module(f"recipes.{saved['experiment']}").EXPERIMENT
+    run = command_line(experiment, shlex.split(saved["command"])[3:])
+    run.out = folder
+    experiment.declare(run)
+    results.write_report(folder, experiment.report(results.read(folder), run))
 
 
 def execute(run: Run, executor: Executor) -> None:

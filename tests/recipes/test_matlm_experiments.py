@@ -98,7 +98,7 @@ def test_a_finished_run_trains_nothing(trained, out, monkeypatch):
     def fail(*args, **kwargs):
         raise AssertionError("a finished stage was trained again")
 
-    monkeypatch.setattr("recipes.runner.run_stage", fail)
+    monkeypatch.setattr("recipes.work.run_stage", fail)
     again = run(matlm, out, "--rows", "matlm,independent")
     assert read_record(again.out / "seed0" / "matlm")
 

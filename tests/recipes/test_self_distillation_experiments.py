@@ -208,7 +208,7 @@ def test_tiny_images(tmp_path, monkeypatch):
     def fail(*arguments):
         raise AssertionError(f"a finished stage was trained again: {arguments}")
 
-    monkeypatch.setattr("recipes.runner.run_stage", fail)
+    monkeypatch.setattr("recipes.work.run_stage", fail)
     experiment("images").main(command)
     assert read(run.out).equals(table)
 

@@ -78,7 +78,7 @@ def test_second_call_trains_nothing(name, finished, monkeypatch):
     def fail(*args, **kwargs):
         raise AssertionError("a finished stage was trained, or its texts were written, again")
 
-    monkeypatch.setattr("recipes.runner.run_stage", fail)
+    monkeypatch.setattr("recipes.work.run_stage", fail)
     monkeypatch.setattr(e2e, "generate", fail)
     again = importlib.import_module(f"recipes.vera.{name}").main(command)
     file = again.out / "results.csv"
