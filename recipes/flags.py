@@ -69,11 +69,15 @@ class Flags:
                     raise ValueError(f"this experiment varies {other}; choose {choose}")
 
     def refuse_unknown(self, configs: Collection[str]) -> None:
-        """Refuse a flag that is limited to a file which no stage has.
+        """Refuse a flag that no stage would see.
 
         Raises:
             ValueError: naming it.
         """
+        if self.given and not configs:
+            raise ValueError(
+                f"{self.given[0][2]}: this experiment trains nothing that has settings"
+            )
         for limit, _, argument in self.given:
             if limit and not any(_fits(limit, config) for config in configs):
                 known = ", ".join([*TOP[:4], *sorted(configs)])

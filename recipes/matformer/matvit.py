@@ -251,7 +251,9 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     methods = {row: title for row, title in ROWS.items() if row in set(table["row"])}
     sizes = size_columns(table, methods)
     scored = {"stage": [f"score {row}" for row in methods]}
-    main = tabulate(table, sizes, [*size_costs(), *compared(methods)], index="set", heading="size")
+    costs_of = "matvit" if "matvit" in methods else next(iter(methods))
+    columns = [*size_costs(costs_of), *compared(methods)]
+    main = tabulate(table, sizes, columns, index="set", heading="size")
     main.show(f"MatViT ({run.preset}): validation accuracy, %")
     costs = {"parameters": "parameters (without classifier)", "macs": "multiply-adds"}
     joined = [row for row in methods if row != "independent"]

@@ -99,7 +99,9 @@ def test_independent_models_are_as_wide_as_the_granularities():
         found[f"independent_{size}"].model.init_args.model_args["mlp_ratio"] for size in SIZES
     ]
     assert ratios == [0.5, 1.0, 2.0, 4.0]
-    found = stages(declared("matvit", "--rows", "independent", "--model.model_args.mlp_ratio=8"))
+    found = stages(
+        declared("matvit", "--rows", "independent", '--model.model_args={"mlp_ratio": 8}')
+    )
     assert found["independent_S"].model.init_args.model_args["mlp_ratio"] == 1.0
 
 
