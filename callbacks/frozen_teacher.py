@@ -1,4 +1,4 @@
-"""A teacher that watches training and takes no part in it."""
+"""A teacher: a frozen model beside the one that trains."""
 
 from typing import Any
 

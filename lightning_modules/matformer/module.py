@@ -51,7 +51,7 @@ class MatViT(ElasticModule):
         momentum: of SGD.
         weight_decay: decoupled, per unit of learning rate (AdamW); L2 (SGD).
         decay_vectors: decay biases and norms too.
-        warmup_steps: optimizer steps.
+        warmup_steps: optimizer steps, or a share of all if below 1.
         schedule: "cosine", "linear", "constant_with_warmup", …
         granularity: what predicts: a name, or one index per layer; null for the largest. Like
             pretrained not part of the checkpoint; also an attribute that may be set.
@@ -84,7 +84,7 @@ class MatViT(ElasticModule):
         momentum: float = 0.9,
         weight_decay: float = 0.1,
         decay_vectors: bool = False,
-        warmup_steps: int = 0,
+        warmup_steps: float = 0,
         schedule: str = "cosine",
         granularity: list[int] | str | None = None,
     ):

@@ -1,6 +1,8 @@
 """PELA (arXiv 2310.10700): low-rank factors of a pre-trained Transformer, repaired before use."""
 
+from lightning_modules.pela.baselines_module import Distillation, LoRA, TokenMerging
 from lightning_modules.pela.calibration import Calibration
+from lightning_modules.pela.classifier_module import Classifier
 from lightning_modules.pela.compress import compress
 from lightning_modules.pela.energy import plan_energy
 from lightning_modules.pela.factorize import factorize, merge, plan_uniform
@@ -12,7 +14,11 @@ from lightning_modules.pela.module import PELA
 __all__ = [
     "PELA",
     "Calibration",
+    "Classifier",
+    "Distillation",
     "Features",
+    "LoRA",
+    "TokenMerging",
     "compress",
     "factorize",
     "feature_distillation",

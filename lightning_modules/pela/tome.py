@@ -1,4 +1,4 @@
-"""Token merging (ToMe, arXiv 2210.09461), the rival that spends its budget on tokens.
+"""Token merging (ToMe, arXiv 2210.09461), the baseline that spends its budget on tokens.
 
 Written from the paper. In every block, between attention and MLP, r patch tokens go:
 

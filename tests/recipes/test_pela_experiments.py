@@ -1,160 +1,219 @@
-"""PELA's experiments, from the command line to the report, on a few digits."""
+"""PELA's vision experiment, from the command line to the report, on a few digits."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
+import yaml
+from jsonargparse import Namespace
 
 from datamodules import DigitsData
-from lightning_modules.pela import PELA, factorize, plan_of
+from lightning_modules.pela import PELA, Classifier
 from lightning_modules.pela.checkpoint import load as load_folder
+from recipes import results
+from recipes.claims import judge
 from recipes.cli import parse
-from recipes.pela import tables, vision
-from recipes.pela.compressed import build, similarity, step_cost, whiten
+from recipes.experiment import Measuring
+from recipes.pela import measures, vision
+from recipes.pela.study import TREATMENTS, fraction_of, slice_of
+from recipes.runner import run_experiment
 
-CONFIG = vision.__file__.replace("vision.py", "deit_b.yaml")
+FILE = vision.__file__.replace("vision.py", "deit_b.yaml")
+GRID = yaml.safe_load(Path(FILE).with_name("vision_grid.yaml").read_text())
+COMMAND = ["--trainer.max_epochs=2", "--data.per_class=16"]
 
 
 @pytest.fixture(scope="module")
-def tiny():
-    """The main stage of the preset, and its data."""
-    return parse(CONFIG, "tiny"), DigitsData(batch_size=8, eval_batch_size=100, val_fraction=0.9)
+def folder(tmp_path_factory):
+    """The tiny preset's run."""
+    out = tmp_path_factory.mktemp("runs")
+    run_experiment(vision.EXPERIMENT, ["--out", str(out), *COMMAND])
+    return out / "pela-vision" / "tiny"
 
 
-def test_tiny_preset(tmp_path, monkeypatch):
-    monkeypatch.setattr(vision, "SWEEP", (2.0, 3.0))
-    monkeypatch.setattr(vision, "TABLE", ())
-    monkeypatch.setattr(vision, "BETA", 100.0)  # of two steps L_rwp would be too small to show
-    command = ["--out", str(tmp_path), "--trainer.max_epochs=1", "--data.per_class=16"]
-    folder = vision.main(command).out
-    metrics = json.loads((folder / "metrics.json").read_text())
-    [found] = metrics["seeds"]
-    assert set(found) == {"deit_b", "swin_b"}
-    for name, result in found.items():
-        check(result)
-        with Image.open(folder / f"{name}_similarity.png") as plot:
-            assert min(plot.size) > 300
+@pytest.fixture(scope="module")
+def table(folder):
+    return results.read(folder)
+
+
+def value(table, row, metric="accuracy", **where):
+    lines = results.select(
+        table, {"set": "deit_b κ 2", "row": row, "metric": metric, "x": None, **where}
+    )
+    assert len(lines) == 1, (row, metric)
+    return lines["value"].iloc[0]
+
+
+def config_of(folder, name):
+    [file] = (folder / "seed0" / name).glob("log0/config.yaml")
+    return yaml.safe_load(file.read_text())
+
+
+@torch.no_grad()
+def accuracy(module, images):
+    pairs = [images[i] for i in range(len(images))]
+    logits = module.eval()(torch.stack([x for x, _ in pairs]))
+    return (logits.argmax(-1) == torch.tensor([y for _, y in pairs])).float().mean().item()
+
+
+# stage → epochs, each over 16 images of each digit
+SEEN = {
+    "deit_b-dense": 2,
+    "deit_b-trial-dense": 2,
+    "deit_b-trial-both-0": 1,
+    "deit_b-k2-control": 2,
+    "deit_b-k2-both": 2,
+    "deit_b-k2-whitened": 2,
+    "deit_b-k2-pruned": 2,
+    "deit_b-k2-lora": 2,
+    "deit_b-sweep-k4": 1,
+    "finetune-dense": 2,
+    "finetune-pela": 2,
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_what_each_stage_saw(name, folder):
+    """Updates, examples, and on which images it was scored."""
+    content = torch.load(folder / "seed0" / name / "checkpoints" / "last.ckpt", weights_only=True)
+    config = config_of(folder, name)["data"]["init_args"]
+    epochs, batch = SEEN[name], config["batch_size"]
+    assert config["per_class"] == 16
+    assert config["val_per_class"] == (20 if "trial" in name else None)
+    assert content["epoch"] == epochs
+    assert content["global_step"] == epochs * len(DigitsData(**config).train_dataloader())
+    assert epochs * (160 // batch) <= content["global_step"] <= epochs * -(-160 // batch)
+
+
+def test_trials_are_scored_on_training_images_put_aside(folder):
+    reported = {x.numpy().tobytes() for x, _ in DigitsData(image_size=8).val_set}
+    config = config_of(folder, "deit_b-trial-both-0")["data"]["init_args"]
+    data = DigitsData(**config)
+    aside = {x.numpy().tobytes() for x, _ in data.val_set}
+    assert not aside & reported and len(data.val_set) == 200
+    assert not aside & {x.numpy().tobytes() for x, _ in data.train_set}
+    checkpoint = folder / "seed0" / "deit_b-trial-both-0" / "checkpoints" / "last.ckpt"
+    logged = (folder / "seed0" / "deit_b-trial-both-0").glob("log0/metrics.csv")
+    text = next(logged).read_text().splitlines()
+    place = text[0].split(",").index("val/accuracy")
+    found = [line.split(",")[place] for line in text[1:] if line.split(",")[place]]
+    module = PELA.load_from_checkpoint(checkpoint)
+    assert float(found[-1]) == pytest.approx(accuracy(module, data.val_set), abs=1e-3)
+
+
+def test_the_rows_are_scored_on_the_validation_images(folder, table):
+    data = DigitsData(image_size=8)
+    for row, kind in (("control", Classifier), ("both", PELA)):
+        checkpoint = folder / "seed0" / f"deit_b-k2-{row}" / "checkpoints" / "last.ckpt"
+        found = accuracy(kind.load_from_checkpoint(checkpoint), data.val_set)
+        assert value(table, row) == pytest.approx(found, abs=1e-3)
+
+
+def test_sizes_and_settings(table):
+    dense = value(table, "dense", "parameters")
+    low_rank = value(table, "direct", "parameters")
+    for row in ("control", "both", "whitened"):
+        assert value(table, row, "parameters") == low_rank < 0.55 * dense
+        assert value(table, row, "macs") == value(table, "direct", "macs")
+    assert value(table, "pruned", "parameters") == pytest.approx(low_rank, rel=0.02)
+    assert value(table, "lora", "parameters") == dense
+    assert value(table, "lora", "macs") == value(table, "dense", "macs")
+    trials = [(0.3, 1.0), (3.0, 10.0)]
+    assert (value(table, "both", "alpha"), value(table, "both", "beta")) in trials
+    assert value(table, "direct", "before") == value(table, "direct")
+
+
+def test_other_tables(table):
+    blocks = results.select(table, {"metric": "similarity", "set": "deit_b", "row": "both"})
+    assert list(blocks["x"]) == [1, 2, 3, 4]
+    for row in ("direct", "both"):
+        points = results.select(table, {"set": "deit_b sweep", "row": row, "metric": "accuracy"})
+        assert list(points["x"]) == [4]
+    cost = {"set": "deit_b", "metric": "fixed"}
+    fixed = {row: value(table, row, **cost) for row in ("dense", "low_rank", "repair")}
+    assert fixed["low_rank"] < fixed["dense"]
+    assert fixed["repair"] == fixed["low_rank"] + 4 * value(table, "dense", "parameters")
+    assert value(table, "pela_plus", "fitting_batch", set="other images") >= 64
+    for row in ("dense", "pela", "pela_plus"):
+        assert 0 <= value(table, row, set="other images") <= 1
+
+
+def test_report(folder):
     text = (folder / "report.md").read_text()
-    assert metrics["provenance"] in text
-    for label in (*tables.ROWS.values(), *tables.RIVALS.values(), *tables.COSTS.values()):
-        assert f"| {label} |" in text
-    check_whole(found["deit_b"])
-    for picture in ("deit_b_sweep.png", "deit_b_similarity.png", "swin_b_similarity.png"):
-        assert f"({picture})" in text and (folder / picture).is_file()
+    assert "A smoke test" in text and "| + both (PELA) |" in text
+    for picture in ("deit_b_k2", "deit_b_sweep", "deit_b_similarity"):
+        assert f"({picture}.png)" in text and (folder / f"{picture}.png").is_file()
 
-    # what comes out is a plain timm model with low-rank layers, which loads by itself
-    repaired = load_folder(folder / "seed0" / "deit_b-k2-both" / "low_rank").eval()
+
+def test_what_comes_out_is_a_timm_model(folder):
+    repaired = load_folder(folder / "seed0" / "deit_b-low-rank" / "low_rank").eval()
     module = PELA.load_from_checkpoint(
         folder / "seed0" / "deit_b-k2-both" / "checkpoints" / "last.ckpt"
     ).eval()
     images = torch.randn(2, 3, 8, 8)
     assert torch.equal(repaired(images), module(images))
 
-    def fail(args):
-        raise AssertionError(f"a finished stage was trained again: {args}")
 
-    monkeypatch.setattr("recipes.legacy.run_stage", fail)
-    again = vision.Study(vision_experiment(command), "swin_b", 0).run(whole=False)
-    assert again == found["swin_b"]
-
-
-def vision_experiment(command):
-    from recipes.legacy import from_command_line
-
-    return from_command_line("pela.vision", vision.__file__, "deit_b", "", command)
+def test_claims_read_the_table(table):
+    words = {claim.name: judge(claim, table)[0] for claim in vision.CLAIMS}
+    assert words["LoRA"] in ("not judged", "undecided")  # one seed of a smoke test
+    assert words["memory"] in ("supported", "refuted")
 
 
-def check(result):
-    """The rows that the experiment promises, each with numbers that can be."""
-    dense = result["dense"]
-    for rows in result["table"].values():
-        assert set(rows) == set(tables.ROWS)
-        for found in rows.values():
-            assert 0 <= found["accuracy"] <= 1 and 0 < found["loss"] < 20
-            assert found["parameters"] == rows["direct"]["parameters"] < dense["parameters"]
-            assert found["macs"] == rows["direct"]["macs"] < dense["macs"]
-        losses = [found["loss"] for found in rows.values()]
-        assert len(set(losses)) == len(losses)  # each was another training
-    for values in result["similarity"].values():
-        assert len(values) == 4 and all(-1 <= value <= 1 for value in values)
-    assert len({tuple(values) for values in result["similarity"].values()}) == 3
+def test_a_flag_that_is_varied_is_refused(tmp_path):
+    for flag in ("--model.ratio=3", "--model.init_from=x.ckpt"):
+        with pytest.raises(ValueError, match="this experiment varies model.*rows with --rows"):
+            run_experiment(vision.EXPERIMENT, ["--out", str(tmp_path), flag, "--plan"])
 
 
-def check_whole(result):
-    dense, low_rank = result["dense"], result["table"]["2"]["both"]
-    assert list(result["sweep"]) == ["2", "3"]
-    assert result["sweep"]["2"]["both"] == low_rank
-    for plan, found in result["allocation"].items():
-        assert found["both"]["parameters"] == found["direct"]["parameters"], plan
-        assert found["both"]["parameters"] <= low_rank["parameters"], plan
-        assert found["both"]["parameters"] > 0.95 * low_rank["parameters"], plan
-    rivals = result["rivals"]
-    for name in ("tinybert", "maskalign"):
-        assert rivals[name]["macs"] == low_rank["macs"]
-    for name in ("tome", "tome_direct"):
-        assert rivals[name]["parameters"] == dense["parameters"]
-        assert 0.5 * dense["macs"] < rivals[name]["macs"] <= 1.02 * low_rank["macs"]
-    for name in ("lora", "dense"):
-        assert rivals[name]["macs"] == dense["macs"]
-        assert rivals[name]["parameters"] == dense["parameters"]
-        assert rivals[name]["loss"] != dense["loss"]
-    cost = result["cost"]
-    assert cost["low_rank"]["fixed"] < cost["dense"]["fixed"]
-    assert cost["repair"]["fixed"] == cost["low_rank"]["fixed"] + 4 * dense["parameters"]
-    downstream = result["finetune"]
-    assert downstream["pela"]["parameters"] < downstream["dense"]["parameters"]
+def test_rows_have_titles_and_trials_are_rows():
+    assert set(TREATMENTS) <= set(vision.ROWS)
+    trials = GRID["presets"]["small"]["trials"]
+    assert set(trials) == {one.tuned_as for one in TREATMENTS.values()}
+    assert {len(one) for one in trials.values()} == {4}  # an equal budget
 
 
-def test_similarity_is_the_mean_cosine_of_all_pairs(tiny):
-    config, data = tiny
+@pytest.mark.parametrize(("ratio", "name"), [(1.5, "L"), (2.0, "M"), (3.0, None)])
+def test_a_slice_has_as_many_parameters(ratio, name):
+    assert slice_of(ratio, [0.125, 0.25, 0.5, 1.0]) == name
+    width = 384
+    block = 4 * width**2 + fraction_of(ratio) * 8 * width**2
+    assert block == pytest.approx(12 * width**2 / ratio)
+
+
+@pytest.fixture(scope="module")
+def looking(tmp_path_factory):
+    """What a measurement of the tiny preset is given."""
+    config = parse(FILE, "tiny", ["--data.batch_size=8", "--data.eval_batch_size=100"])
+    given = {"model": config.model.as_dict(), "data": config.data.as_dict()}
+    return Measuring(0, given, {}, tmp_path_factory.mktemp("node"))
+
+
+def test_similarity_is_the_mean_cosine_of_all_pairs(looking):
     torch.manual_seed(0)
-    model = build(config, 10, ratio=None).model
-    images = torch.cat([x for x, _ in data.val_dataloader()])[:60].to(next(model.parameters()))
-    found = similarity(model, [(images[:40], None), (images[40:], None)], "test")
+    model = measures.build(looking).model
+    images = torch.randn(60, 3, 8, 8).to(next(model.parameters()))
+    found = measures.similarity(model, [(images[:40], None), (images[40:], None)])
     with torch.no_grad():
         x = model.norm_pre(model._pos_embed(model.patch_embed(images)))
-        for value, block in zip(found, model.blocks, strict=True):
+        for one, block in zip(found, model.blocks, strict=True):
             x = block(x)
             vectors = torch.nn.functional.normalize(x.mean(1).double(), dim=-1)
             cosines = vectors @ vectors.T
             pairs = ~torch.eye(60, dtype=torch.bool)
-            assert value == pytest.approx(cosines.cpu()[pairs].mean().item(), abs=1e-6)
+            assert one == pytest.approx(cosines.cpu()[pairs].mean().item(), abs=1e-6)
 
 
-def test_whitened_factors_fit_the_data_better(tiny, tmp_path):
-    config, data = tiny
-    torch.manual_seed(0)
-    dense = build(config, 10, ratio=None).model
-    for parameter in dense.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    state = {name: value.clone() for name, value in dense.state_dict().items()}
-    whiten(dense, 4.0, ["head"], data, tmp_path)
-
-    def fresh():
-        model = build(config, 10, ratio=None).model
-        model.load_state_dict(state)
-        return model
-
-    dense, plain = fresh(), factorize(fresh(), 4.0)
-    whitened = load_folder(tmp_path, fresh()).eval()
-    assert plan_of(whitened) == plan_of(plain)
-    images = torch.cat([x for x, _ in data.train_dataloader()]).to(next(dense.parameters()))
-    with torch.no_grad():
-        # the first layer's input is the same in all three
-        x = dense.blocks[0].norm1(dense._pos_embed(dense.patch_embed(images)))
-        target = dense.blocks[0].attn.qkv(x)
-        errors = [(m.blocks[0].attn.qkv(x) - target).norm() for m in (whitened, plain)]
-    assert errors[0] < 0.9 * errors[1]
-
-
-def test_what_a_step_costs(tiny):
+def test_what_a_step_costs(looking):
     """Counted on a CPU: four times the weights, and activations that grow with the batch."""
-    config, data = tiny
-    plain = {"ratio": None, "alpha": 0.0, "beta": 0.0}
-    small = step_cost(build(config, 10, **plain), data)
-    large = step_cost(build(config, 10, **plain), DigitsData(batch_size=32, eval_batch_size=100))
-    weights = sum(p.numel() for p in build(config, 10, **plain).model.parameters())
+    plain = {"alpha": 0.0, "beta": 0.0}
+    small = measures.step_cost(measures.build(looking, **plain), measures.data_of(looking))
+    larger = json.loads(json.dumps(looking.settings["data"], default=list))
+    larger["init_args"]["batch_size"] = 32
+    data = measures.type_of(Namespace(larger))(**larger["init_args"])
+    large = measures.step_cost(measures.build(looking, **plain), data)
+    weights = sum(p.numel() for p in measures.build(looking).model.parameters())
     assert small["fixed"] == large["fixed"] == 4 * 4 * weights
     if not torch.cuda.is_available():
         activations = [cost["peak"] - cost["fixed"] for cost in (small, large)]
@@ -162,14 +221,23 @@ def test_what_a_step_costs(tiny):
     assert 0 < small["seconds"] < 10
 
 
-def test_unknown_preset(capsys):
-    with pytest.raises(SystemExit):
-        vision.main(["--preset", "tinny"])
-    assert "unknown preset 'tinny': expected tiny, small, paper" in capsys.readouterr().err
+def test_paper_presets_are_the_released_code():
+    """papers/pela.md: epochs, batch, learning rate, decay, κ, α, β."""
+    expected = {
+        "deit_b": (50, 64, 6.25e-5, 0.05, 2.0, 1.0, 0.0, "blocks", []),
+        "deit3_l": (20, 16, 3.125e-5, 0.1, 2.0, 1.0, 0.0, "blocks", []),
+        "swin_b": (50, 64, 1.25e-5, 0.05, 1.5, 1.0, 1.0, "pooled", ["attn.proj"]),
+    }
+    for name, numbers in expected.items():
+        config = parse(FILE.replace("deit_b", name))
+        h, data = config.model.init_args, config.data.init_args
+        found = (config.trainer.max_epochs, data.batch_size, h.lr, h.weight_decay, h.ratio)
+        assert (*found, h.alpha, h.beta, h.features, h.skip) == numbers
+        assert (data.mixup, data.cutmix, data.label_smoothing, data.random_erasing) == (
+            0.8, 1.0, 0.1, 0.25,
+        )  # fmt: skip
+        assert data.auto_augment == "rand-m9-mstd0.5-inc1"
 
 
-def test_help(capsys):
-    with pytest.raises(SystemExit):
-        vision.main(["--help"])
-    shown = capsys.readouterr().out
-    assert "python -m recipes.pela.vision " in shown and "--preset paper" in shown
+def test_the_sweep_trains_for_fewer_epochs():
+    assert all(one["sweep_share"] < 1 for one in (GRID, *GRID["presets"].values()))

@@ -1,6 +1,7 @@
 """PELA's training against the paper's formulas, written out on plain models."""
 
 import copy
+import importlib
 import logging
 import math
 
@@ -10,10 +11,21 @@ import timm
 import torch
 from torch.nn import functional as F
 
-from callbacks.frozen_teacher import FrozenTeacher
-from lightning_modules.pela import PELA, factorize, plan_energy, plan_of, plan_uniform
+from lightning_modules.pela import (
+    PELA,
+    Classifier,
+    Distillation,
+    LoRA,
+    TokenMerging,
+    compress,
+    factorize,
+    plan_of,
+    plan_uniform,
+)
 from lightning_modules.pela.checkpoint import save
 from lightning_modules.pela.layers import low_rank_layers
+
+surgery = importlib.import_module("lightning_modules.pela.factorize")
 
 CLASSES = 5
 VIT = {"img_size": 8, "patch_size": 2, "embed_dim": 32, "depth": 2, "num_heads": 4}
@@ -47,15 +59,13 @@ def dense(tmp_path_factory):
     return folder
 
 
-def build(source, kind="vit", teacher=True, **settings):
+def build(source, kind="vit", module=PELA, teacher=True, **settings):
     """A module at the start of its training; what it logs is in `logged`."""
     name, arguments = ARCHITECTURES[kind]
-    module = PELA(
-        **{"num_classes": CLASSES, "architecture": name, "model_args": arguments, **settings},
-        init_from=source and str(source / f"{kind}.pt"),
-    )
+    given = {"num_classes": CLASSES, "architecture": name, "model_args": arguments, "ratio": 2.0}
+    module = module(**{**given, **settings}, init_from=source and str(source / f"{kind}.pt"))
     module.configure_model()
-    if teacher:
+    if teacher and hasattr(module, "build_teacher"):
         object.__setattr__(module, "teacher", module.build_teacher().eval())
     module.logged = {}
     module.log = lambda name, value, **_: module.logged.__setitem__(name, value)
@@ -185,7 +195,7 @@ def test_losses_are_computed_in_full_precision_under_autocast(dense):
 
 
 def test_tinybert_is_its_papers(dense):
-    module = build(dense, distillation="tinybert", alpha=0.5, beta=0.0)
+    module = build(dense, module=Distillation, method="tinybert", alpha=0.5)
     images, labels = batch()
     loss = module.training_step((images, labels), 0)
     teacher, student = network(), module.model
@@ -209,18 +219,19 @@ def test_tinybert_is_its_papers(dense):
 
 
 def test_tinybert_on_swin(dense):
-    module = build(dense, "swin", distillation="tinybert", beta=0.0)
+    module = build(dense, "swin", Distillation, method="tinybert")
     module.training_step(batch("swin"), 0).backward()
     assert 0 < module.logged["train/distillation"] < 100
 
 
 def test_maskalign_shows_the_student_a_part(dense):
-    module = build(dense, distillation="maskalign", beta=0.0)
+    module = build(dense, module=Distillation, method="maskalign")
     images, labels = batch()
     seen = []
     module.model.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     loss = module.training_step((images, labels), 0)
-    [tokens] = seen
+    whole_tokens, tokens = seen  # one pass for the labels, one for the distillation
+    assert whole_tokens.shape == (6, 17, 32)
     assert tokens.shape == (6, 1 + 5, 32)  # 30 % of 16 patches
     whole = block_outputs(module.model, images)[0]
     places = (tokens[:, :, None] == whole[:, None]).all(-1).int().argmax(-1)  # (6, 6)
@@ -235,13 +246,13 @@ def test_maskalign_shows_the_student_a_part(dense):
         terms.append((F.layer_norm(x, (32,)) - F.layer_norm(kept, (32,))).square().mean())
     expected = torch.stack(terms).mean()
     torch.testing.assert_close(module.logged["train/distillation"], expected)
-    logits = module.model.head(module.model.norm(x)[:, 0])
-    torch.testing.assert_close(loss, F.cross_entropy(logits, labels) + expected)
+    whole_loss = F.cross_entropy(module.model(images), labels)  # the labels see the whole image
+    torch.testing.assert_close(loss, whole_loss + expected)
     assert module.model(images).shape == (6, CLASSES) and len(seen[-1][0]) == 17  # as before
 
 
 def test_maskalign_needs_tokens_that_can_be_left_out(dense):
-    module = build(dense, "swin", distillation="maskalign")
+    module = build(dense, "swin", Distillation, method="maskalign")
     with pytest.raises(ValueError, match="SwinTransformer cannot leave tokens out"):
         module.training_step(batch("swin"), 0)
 
@@ -249,7 +260,6 @@ def test_maskalign_needs_tokens_that_can_be_left_out(dense):
 def test_the_student_is_the_librarys(dense):
     for settings, ranks in (
         ({"ratio": 3.0}, plan_uniform(network(), 3.0)),
-        ({"ratio": 3.0, "allocation": "energy"}, plan_energy(network(), 3.0)),
         (
             {"ratio": 3.0, "skip": ["head", "attn.proj"]},
             plan_uniform(network(), 3.0, ["attn.proj"]),
@@ -289,10 +299,12 @@ def test_evaluation_is_over_the_whole_set_without_padding(dense):
 
 
 def test_only_the_student_trains(dense):
+    name, arguments = ARCHITECTURES["vit"]
     module = PELA(
-        CLASSES, *ARCHITECTURES["vit"], init_from=str(dense / "vit.pt"), lr=0.1, epsilon=1e-3
-    )
-    runner = trainer(max_epochs=1, callbacks=[FrozenTeacher()])
+        num_classes=CLASSES, architecture=name, model_args=arguments, ratio=2.0,
+        init_from=str(dense / "vit.pt"), lr=0.1, epsilon=1e-3,
+    )  # fmt: skip
+    runner = trainer(max_epochs=1)
     runner.fit(module, data())
     start = factorize(network(), 2.0).state_dict()
     for name, value in module.model.state_dict().items():
@@ -302,7 +314,7 @@ def test_only_the_student_trains(dense):
 
 def test_a_teacher_has_to_be_given(dense):
     module = build(dense, teacher=False)
-    with pytest.raises(ValueError, match="no teacher: add callbacks.frozen_teacher.FrozenTeacher"):
+    with pytest.raises(ValueError, match="no teacher: callbacks.frozen_teacher.FrozenTeacher"):
         module.training_step(batch(), 0)
     with pytest.raises(ValueError, match="teacher has no weights: give model.teacher_from"):
         build(None)
@@ -327,7 +339,7 @@ def test_a_teacher_that_does_not_match(change, named, dense, tmp_path):
 def test_a_low_rank_model_is_no_teacher(dense, tmp_path):
     save(factorize(network(), 2.0), tmp_path)
     file = str(tmp_path / "model.safetensors")
-    module = PELA(CLASSES, *ARCHITECTURES["vit"], init_from=file, ratio=None)
+    module = classifier(PELA, init_from=file)
     with pytest.raises(ValueError, match="not the dense original.*as model.teacher_from"):
         module.build_teacher()
 
@@ -339,9 +351,9 @@ def test_a_low_rank_model_is_no_teacher(dense, tmp_path):
         ({"ratio": -2.0}, "ratio is -2.0: expected a number above 0"),
         ({"ratio": 1000.0}, "ratio 1000 leaves blocks.0.attn.qkv .* rank 0"),
         ({"skip": ["atn"]}, "skip pattern 'atn' fits no module"),
-        ({"merged_tokens": -1}, "r is -1"),
-        ({"lora_rank": -1, "ratio": None}, "rank -1"),
-        ({"lora_rank": 4}, "lora_rank 4 is for the dense model: set model.ratio to null"),
+        ({"module": TokenMerging, "merged_tokens": -1}, "r is -1"),
+        ({"module": LoRA, "lora_rank": -1, "ratio": None}, "rank -1"),
+        ({"module": LoRA, "lora_rank": 4}, "lora_rank 4 is for the dense model: set model.ratio"),
     ],
 )
 def test_wrong_settings(settings, said, dense):
@@ -349,14 +361,22 @@ def test_wrong_settings(settings, said, dense):
         build(dense, teacher=False, **settings)
 
 
+def classifier(kind=Classifier, **settings):
+    """A module of the small ViT, not built yet."""
+    name, arguments = ARCHITECTURES["vit"]
+    given = {"num_classes": CLASSES, "architecture": name, "model_args": arguments}
+    return kind(**{**given, **settings})
+
+
 @pytest.fixture(scope="module")
 def checkpoint(dense, tmp_path_factory):
     """A PELA checkpoint with ranks that no ratio tells."""
-    module = build(dense, allocation="energy", ratio=3.0)
-    del module.log, module.log_dict
-    runner = trainer(max_steps=1, callbacks=[FrozenTeacher()])
+    folder = tmp_path_factory.mktemp("run")
+    save(compress(network(), ratio=3.0, ranks="energy"), folder / "energy")
+    module = classifier(PELA, init_from=str(folder / "energy"), teacher_from=str(dense / "vit.pt"))
+    runner = trainer(max_steps=1)
     runner.fit(module, data())
-    path = tmp_path_factory.mktemp("run") / "last.ckpt"
+    path = folder / "last.ckpt"
     runner.save_checkpoint(path)
     return path, module.eval()
 
@@ -370,6 +390,60 @@ def test_a_checkpoint_holds_plain_types_and_loads_by_itself(checkpoint):
     assert torch.equal(loaded(batch()[0]), module(batch()[0]))
 
 
+def test_a_rebuilt_model_is_not_decomposed_again(checkpoint, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("decomposed")
+
+    monkeypatch.setattr(surgery, "factors", refuse)
+    loaded = PELA.load_from_checkpoint(checkpoint[0], weights_only=True)
+    assert torch.equal(loaded.eval()(batch()[0]), checkpoint[1](batch()[0]))
+
+
+def test_ranks_without_weights_do_not_train(checkpoint):
+    module = classifier(ranks=plan_of(checkpoint[1].model))
+    with pytest.raises(ValueError, match="model.ranks came without weights: give model.init_from"):
+        trainer(max_steps=1).fit(module, data())
+
+
+FORMER = {"optimizer": "adamw", "momentum": 0.9, "allocation": "energy", "distillation": "pela",
+          "lora_rank": 0, "merged_tokens": 0}  # fmt: skip
+
+
+def former_checkpoint(path, target, **changes):
+    """The checkpoint as the version before wrote it."""
+    content = torch.load(path, weights_only=True)
+    content["hyper_parameters"] |= {**FORMER, "skip": ["head", "norm"], **changes}
+    content["hyper_parameters"].pop("teacher_args")
+    torch.save(content, target)
+    return target
+
+
+def test_a_checkpoint_of_the_version_before_loads(checkpoint, tmp_path):
+    former = former_checkpoint(checkpoint[0], tmp_path / "former.ckpt")
+    loaded = PELA.load_from_checkpoint(former, weights_only=True).eval()
+    assert torch.equal(loaded(batch()[0]), checkpoint[1](batch()[0]))
+    assert not FORMER.keys() & loaded.hparams.keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"lora_rank": 4}, "former version with lora_rank 4: it is lightning_modules.pela.LoRA"),
+        ({"merged_tokens": 2}, "merged_tokens 2: it is lightning_modules.pela.TokenMerging now"),
+        ({"distillation": "tinybert"}, "'tinybert': it is lightning_modules.pela.Distillation"),
+    ],
+)
+def test_a_baselines_former_checkpoint_says_who_loads_it(change, said, checkpoint, tmp_path):
+    former = former_checkpoint(checkpoint[0], tmp_path / "former.ckpt", **change)
+    with pytest.raises(ValueError, match=said):
+        PELA.load_from_checkpoint(former, weights_only=True)
+
+
+def test_an_argument_that_never_was_is_a_mistake():
+    with pytest.raises(TypeError, match="unexpected argument 'ration'"):
+        classifier(PELA, ration=2.0)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -377,10 +451,7 @@ def test_a_checkpoint_holds_plain_types_and_loads_by_itself(checkpoint):
         ("model_args", {**VIT, "depth": 3}),
         ("num_classes", 7),
         ("ratio", 2.0),
-        ("ratio", None),
-        ("allocation", "uniform"),
-        ("skip", ["head", "attn.proj"]),
-        ("merged_tokens", 2),
+        ("skip", ["attn.proj"]),
     ],
 )
 def test_resuming_from_another_models_checkpoint_is_refused(checkpoint, name, value):
@@ -400,8 +471,7 @@ def low_rank_source(form, checkpoint, tmp_path):
 def test_a_low_rank_model_is_fine_tuned_with_a_new_head(form, checkpoint, tmp_path, caplog):
     source = low_rank_source(form, checkpoint, tmp_path)
     arguments = {**VIT, "img_size": 12}  # and on larger images
-    settings = {"ratio": None, "alpha": 0.0, "beta": 0.0, "init_from": source}
-    module = PELA(3, ARCHITECTURES["vit"][0], arguments, **settings)
+    module = classifier(num_classes=3, model_args=arguments, init_from=source)
     with caplog.at_level(logging.INFO, "lightning_modules"):
         module.configure_model()
     assert "2 reshaped: head.bias (5,) for (3,), head.weight" in caplog.text
@@ -416,19 +486,19 @@ def test_a_low_rank_model_is_fine_tuned_with_a_new_head(form, checkpoint, tmp_pa
 def test_low_rank_weights_and_a_ratio_do_not_go_together(checkpoint, tmp_path):
     source = low_rank_source("folder", checkpoint, tmp_path)
     with pytest.raises(ValueError, match="low-rank already, so ratio 2 would do nothing: set"):
-        PELA(CLASSES, *ARCHITECTURES["vit"], init_from=source).configure_model()
+        classifier(init_from=source, ratio=2.0).configure_model()
 
 
 def test_low_rank_weights_of_another_size(checkpoint, tmp_path):
     source = low_rank_source("folder", checkpoint, tmp_path)
     wider = {**VIT, "embed_dim": 64}
-    module = PELA(CLASSES, ARCHITECTURES["vit"][0], wider, init_from=source, ratio=None)
+    module = classifier(model_args=wider, init_from=source)
     with pytest.raises(ValueError, match=r"does not fit VisionTransformer: blocks.0.*give the"):
         module.configure_model()
 
 
 def test_lora_trains_its_factors_and_the_head(dense):
-    module = build(dense, teacher=False, ratio=None, lora_rank=2, alpha=0.0, beta=0.0)
+    module = build(dense, module=LoRA, ratio=None, lora_rank=2)
     images, labels = batch()
     torch.testing.assert_close(module(images), network()(images))
     module.training_step((images, labels), 0).backward()
@@ -438,8 +508,52 @@ def test_lora_trains_its_factors_and_the_head(dense):
 
 
 def test_token_merging_is_switched_on(dense):
-    module = build(dense, teacher=False, ratio=None, merged_tokens=3)
+    module = build(dense, module=TokenMerging, ratio=None, merged_tokens=3)
     lengths = []
     module.model.norm.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape))
     module(batch()[0])
     assert lengths == [(6, 17 - 6, 32)]
+
+
+def test_shares_of_the_gradient(dense):
+    """Each weighted term's gradient norm over their sum, by a backward pass of its own."""
+    module = build(dense, alpha=0.5, beta=3.0, epsilon=0.25)
+    images, labels = batch()
+    module._logs_now = lambda: True
+    loss = module.training_step((images, labels), 0)
+    loss.backward()  # the graph is still whole
+    teacher, student = network(), module.model
+    squares = [
+        (s - t).square().mean()
+        for s, t in zip(
+            block_outputs(student, images)[1:], block_outputs(teacher, images)[1:], strict=True
+        )
+    ]
+    excess = [d.abs().max() - 0.25 for d in distances(student, teacher)]
+    terms = {
+        "distillation": 0.5 * torch.stack(squares).mean(),
+        "base": F.cross_entropy(student(images), labels),
+        "perturbation": 3 * torch.stack(excess).square().mean(),
+    }
+    norms = {}
+    for name, term in terms.items():
+        student.zero_grad()
+        term.backward()
+        norms[name] = sum(
+            p.grad.square().sum() for p in student.parameters() if p.grad is not None
+        ).sqrt()
+    total = sum(norms.values())
+    for name, norm in norms.items():
+        torch.testing.assert_close(module.logged[f"train/share_{name}"], norm / total)
+
+
+def test_shares_are_logged_when_the_trainer_logs(dense, tmp_path):
+    module = classifier(PELA, ratio=2.0, init_from=str(dense / "vit.pt"), beta=2.0)
+    logger = L.pytorch.loggers.CSVLogger(tmp_path, "", "")
+    runner = L.Trainer(
+        accelerator="cpu", logger=logger, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, max_epochs=2, log_every_n_steps=3,
+    )  # fmt: skip
+    runner.fit(module, data(12))
+    lines = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert "train/share_perturbation" in lines[0] and len(lines) == 1 + 2

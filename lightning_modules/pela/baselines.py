@@ -44,11 +44,11 @@ def tinybert(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[Te
         )
     heads = [modules[name.removesuffix(".qkv")].num_heads for name in attention]
     names = hidden + attention
-    with Features(student, names) as own, Features(teacher, names) as other:
+    with Features(student, names) as of_student, Features(teacher, names) as of_teacher:
         logits = student(images)
         with torch.no_grad():
             target = teacher(images)
-        pairs = list(zip(own.take(), other.take(), strict=True))
+        pairs = list(zip(of_student.take(), of_teacher.take(), strict=True))
     with torch.autocast(images.device.type, enabled=False):
         terms = [F.mse_loss(s.float(), t.float()) for s, t in pairs[: len(hidden)]]
         for (s, t), count in zip(pairs[len(hidden) :], heads, strict=True):
@@ -63,7 +63,8 @@ def maskalign(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[T
     A random 30 % of the patch tokens go through the student's blocks; their outputs are matched
     with the teacher's at the same places, both normalised over channels (a LayerNorm without
     weights), by mean squared error, averaged over blocks. Student and teacher have the same
-    blocks, so each is aligned with its own, without the paper's learned mixing of levels.
+    blocks, so each is aligned with its own, without the paper's learned mixing of levels. The
+    logits, for the labels, come from a second pass over the whole image.
 
     Args:
         student: a low-rank timm ViT.
@@ -71,7 +72,7 @@ def maskalign(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[T
         images: (B, 3, H, W).
 
     Returns:
-        The student's logits (B, classes) on what it saw, and the loss, computed in float32.
+        The student's logits (B, classes) on the whole images, and the loss, computed in float32.
 
     Raises:
         ValueError: if the model's tokens cannot be left out, as Swin's windows do not allow.
@@ -90,13 +91,14 @@ def maskalign(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[T
     def take(tokens: Tensor) -> Tensor:
         return tokens.gather(1, visible[..., None].expand(-1, -1, tokens.shape[-1]))
 
+    logits = student(images)
     handle = blocks.register_forward_pre_hook(lambda _, inputs: (take(inputs[0]),))
     try:
-        with Features(student) as own, Features(teacher) as other:
-            logits = student(images)
+        with Features(student) as of_student, Features(teacher) as of_teacher:
+            student(images)
             with torch.no_grad():
                 teacher(images)
-            pairs = list(zip(own.take(), other.take(), strict=True))
+            pairs = list(zip(of_student.take(), of_teacher.take(), strict=True))
     finally:
         handle.remove()
     with torch.autocast(images.device.type, enabled=False):

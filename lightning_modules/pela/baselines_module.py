@@ -1,0 +1,105 @@
+"""What PELA is compared with: two other distillations, token merging and LoRA."""
+
+from typing import Any, Literal
+
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from callbacks.frozen_teacher import FrozenTeacher
+from lightning_modules.pela.baselines import maskalign, tinybert
+from lightning_modules.pela.classifier_module import MODEL, Classifier
+from lightning_modules.pela.module import required
+from lightning_modules.pela.tome import add_tome
+from lightning_modules.tuning import tune
+
+
+class Distillation(Classifier):
+    """A low-rank classifier with TinyBERT's or MaskAlign's distillation in the place of L_fd.
+
+    Args:
+        method: "tinybert" or "maskalign", see pela.baselines.
+        teacher_from: the teacher's weights; null when init_from or the hub gives dense ones.
+        alpha: weight of the distillation beside the cross-entropy.
+        **kwargs: see `Classifier`.
+    """
+
+    def __init__(
+        self,
+        method: Literal["tinybert", "maskalign"] = "tinybert",
+        teacher_from: str | None = None,
+        alpha: float = 1.0,
+        **kwargs: Any,
+    ):
+        super().__init__(**kwargs)
+        self.teacher_from = teacher_from
+        self.teacher: nn.Module | None = None
+
+    def configure_callbacks(self) -> list[Callback]:
+        """The teacher."""
+        return [FrozenTeacher()]
+
+    def build_teacher(self) -> nn.Module:
+        """The dense original, for the callback FrozenTeacher; see `dense_original`."""
+        return self.dense_original(self.teacher_from, None)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Cross-entropy on the whole image, and the distillation."""
+        images, targets = batch
+        distil = tinybert if self.settings.method == "tinybert" else maskalign
+        logits, distance = distil(self.model, required(self.teacher), images)
+        base = F.cross_entropy(logits.float(), targets)
+        loss = base + self.settings.alpha * distance
+        parts = {"base": base.detach(), "distillation": distance.detach()}
+        self.log_dict({f"train/{name}": value for name, value in parts.items()})
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
+
+
+class TokenMerging(Classifier):
+    """A dense classifier whose blocks merge tokens (ToMe, arXiv 2210.09461).
+
+    Args:
+        merged_tokens: tokens merged in each block.
+        **kwargs: see `Classifier`.
+    """
+
+    def __init__(self, merged_tokens: int = 8, **kwargs: Any):
+        super().__init__(**kwargs)
+
+    def prepare(self, model: nn.Module) -> None:
+        """Let the blocks merge tokens."""
+        add_tome(model, self.settings.merged_tokens)
+
+    def model_names(self) -> tuple[str, ...]:
+        """The arguments that make the model what it is."""
+        return (*MODEL, "merged_tokens")
+
+
+class LoRA(Classifier):
+    """A dense classifier of which LoRA on the fused qkv layers and the head train (2106.09685).
+
+    Args:
+        lora_rank: r.
+        **kwargs: see `Classifier`.
+    """
+
+    def __init__(self, lora_rank: int = 8, **kwargs: Any):
+        super().__init__(**kwargs)
+
+    def prepare(self, model: nn.Module) -> None:
+        """Add the adapters and freeze the rest.
+
+        Raises:
+            ValueError: if the model is of low rank.
+        """
+        if self.settings.ranks:
+            raise ValueError(
+                f"lora_rank {self.settings.lora_rank} is for the dense model: set model.ratio to "
+                "null and start from dense weights"
+            )
+        tune(model, "lora", heads=["head"], rank=self.settings.lora_rank, targets=["qkv"])
+
+    def model_names(self) -> tuple[str, ...]:
+        """The arguments that make the model what it is."""
+        return (*MODEL, "lora_rank")

@@ -1,0 +1,251 @@
+"""An image classifier, dense or low-rank, that learns from labels alone."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_modules.backbones import build_vision, shard
+from lightning_modules.optim import (
+    build_optimizer,
+    parameter_groups,
+    training_steps,
+    with_schedule,
+)
+from lightning_modules.pela.checkpoint import start_from
+from lightning_modules.pela.factorize import factorize, plan_uniform
+from lightning_modules.weights import load_weights, refuse_another_model
+
+MODEL = ("architecture", "model_args", "num_classes", "ratio", "skip", "ranks")
+# Arguments in checkpoints of former versions: the value that changes nothing, and who took it over.
+FORMER: dict[str, tuple[Any, str]] = {
+    "optimizer": ("adamw", "AdamW alone is left"),
+    "distillation": ("pela", "it is lightning_modules.pela.Distillation now"),
+    "lora_rank": (0, "it is lightning_modules.pela.LoRA now"),
+    "merged_tokens": (0, "it is lightning_modules.pela.TokenMerging now"),
+    "momentum": (None, ""),
+    "allocation": (None, ""),  # the ranks that it gave are in the checkpoint
+}
+
+
+class Classifier(L.LightningModule):
+    """Cross-entropy on labels, also soft ones (mixup); the parent of PELA and its baselines.
+
+    Used by itself it trains the dense model, the low-rank one without a teacher, and fine-tunes
+    either on other images.
+
+    Args:
+        num_classes: outputs of the head.
+        architecture: timm name of the model.
+        model_args: further arguments of timm.create_model.
+        pretrained: start from the hub's weights. Like init_from not part of the checkpoint.
+        init_from: start from these weights: dense (a checkpoint, state_dict or safetensors file),
+            or low-rank (a checkpoint of this module, or what pela.checkpoint has saved).
+        ratio: κ, which leaves 1/κ of each layer; null leaves the weights as they come, dense or
+            low-rank.
+        skip: layers to leave dense beside pela.layers.SKIP.
+        ranks: rank of each layer by name, instead of ratio. The module fills it in with what it
+            has, so that its checkpoints load by themselves. Without weights the layers are empty
+            until a checkpoint fills them.
+        lr: peak learning rate of AdamW.
+        betas: of AdamW.
+        weight_decay: decoupled, per unit of learning rate.
+        decay_vectors: decay biases and norms too.
+        warmup_steps: optimizer steps, or a share of all if below 1.
+        schedule: "cosine", "linear", "constant_with_warmup", …
+        **former: arguments of former versions, from their checkpoints: refused unless they change
+            nothing.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        architecture: str = "deit_base_patch16_224",
+        model_args: dict[str, Any] | None = None,
+        pretrained: bool = False,
+        init_from: str | None = None,
+        ratio: float | None = None,
+        skip: list[str] = [],  # noqa: B006  (jsonargparse)
+        ranks: dict[str, int] | None = None,
+        lr: float = 6.25e-5,
+        betas: list[float] = [0.9, 0.999],  # noqa: B006
+        weight_decay: float = 0.05,
+        decay_vectors: bool = False,
+        warmup_steps: float = 0,
+        schedule: str = "cosine",
+        **former: Any,
+    ):
+        super().__init__()
+        refuse_former(former)
+        # where a run began is not what it is: loading it again must not download or need old files
+        self.save_hyperparameters(ignore=["init_from", "teacher_from", "pretrained", *former])
+        self.init_from, self.pretrained = init_from, pretrained
+        self.model: Any = None
+        self.waits_for_checkpoint = False
+        self.accuracy = MulticlassAccuracy(num_classes, average="micro", ignore_index=-100)
+        self.loss = MeanMetric()
+
+    @property
+    def settings(self) -> Any:
+        """The arguments of __init__."""
+        return self.hparams
+
+    def configure_model(self) -> None:
+        """Build the model once, on the process's device, and shard it where the strategy asks."""
+        if self.model is not None:
+            return
+        h = self.settings
+        model = build_vision(h.architecture, h.num_classes, h.model_args or {}, self.pretrained)
+        self._fill(model)
+        self.prepare(model)
+        if self.device_mesh is not None:
+            shard(model, self.device_mesh["data_parallel"])
+        self.model = model
+
+    def prepare(self, model: nn.Module) -> None:
+        """Change the model after its weights are there; a baseline's own part."""
+
+    def _fill(self, model: nn.Module) -> None:
+        """Give a dense model its weights and its ranks."""
+        h = self.settings
+        if self.init_from is not None:
+            low_rank, _ = start_from(model, self.init_from, h.ratio)
+            if low_rank:
+                self.hparams["ranks"] = low_rank
+                return
+        self.waits_for_checkpoint = bool(h.ranks) and self.init_from is None and not self.pretrained
+        ranks = h.ranks
+        if ranks is None and h.ratio is not None:
+            ranks = plan_uniform(model, h.ratio, h.skip)
+        if ranks is not None:
+            method = "empty" if self.waits_for_checkpoint else "svd"
+            factorize(model, ranks=ranks, method=method)  # type: ignore[arg-type]
+        self.hparams["ranks"] = ranks
+
+    def on_train_start(self) -> None:
+        """Refuse to train a model without values.
+
+        Raises:
+            ValueError: if model.ranks came without weights.
+        """
+        if self.waits_for_checkpoint:
+            raise ValueError(
+                "model.ranks came without weights: give model.init_from, or model.ratio for a "
+                "start from random weights"
+            )
+
+    def dense_original(self, source: str | None, model_args: dict[str, Any] | None) -> nn.Module:
+        """The teacher: a dense model with the weights of `source`, else of init_from or the hub.
+
+        Raises:
+            ValueError: if its weights are not said, or do not fit it to the last tensor.
+        """
+        h = self.settings
+        source = source or self.init_from
+        if source is None and not self.pretrained:
+            raise ValueError(
+                "the teacher has no weights: give model.teacher_from or model.init_from, or set "
+                "model.pretrained"
+            )
+        arguments = h.model_args if model_args is None else model_args
+        from_hub = self.pretrained and source is None
+        teacher = build_vision(h.architecture, h.num_classes, arguments or {}, from_hub)
+        if source is not None:
+            report = load_weights(teacher, source)
+            if report.missing or report.unexpected or report.reshaped:
+                raise ValueError(
+                    f"{source} is not the dense original of this {h.architecture} ({report}): give "
+                    "its checkpoint as model.teacher_from"
+                )
+        return teacher
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (B, num_classes) for images (B, 3, H, W)."""
+        return self.model(images)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Cross-entropy."""
+        images, targets = batch
+        loss = F.cross_entropy(self(images).float(), targets)
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Add a batch to the scores."""
+        self._score(batch)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Add a batch to the scores."""
+        self._score(batch)
+
+    def _score(self, batch: tuple[Tensor, Tensor]) -> None:
+        images, targets = batch
+        logits = self(images).float()
+        valid = (targets != -100).sum()
+        if valid:  # else the batch is all padding
+            self.accuracy.update(logits, targets)
+            self.loss.update(F.cross_entropy(logits, targets), valid)
+
+    def on_validation_epoch_end(self) -> None:
+        """Report `val/accuracy` and `val/loss` over the whole set."""
+        self._report("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Report `test/accuracy` and `test/loss`."""
+        self._report("test")
+
+    def _report(self, stage: str) -> None:
+        self.log(f"{stage}/accuracy", self.accuracy.compute(), prog_bar=True)
+        self.log(f"{stage}/loss", self.loss.compute())
+        self.accuracy.reset()
+        self.loss.reset()
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Logits (B, num_classes)."""
+        return self(batch[0])
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """AdamW over what trains, with its schedule."""
+        h = self.settings
+        groups = parameter_groups(self.model, h.weight_decay, h.decay_vectors)
+        optimizer = build_optimizer("adamw", groups, h.lr, tuple(h.betas))
+        return with_schedule(optimizer, h.schedule, h.warmup_steps, training_steps(self.trainer))
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse the checkpoint of another model before its tensors are compared one by one.
+
+        Raises:
+            ValueError: naming what differs.
+        """
+        saved = checkpoint.get("hyper_parameters", {})
+        refuse_former({n: saved[n] for n in FORMER if n in saved and n not in self.hparams})
+        names = [name for name in self.model_names() if name in saved]
+        refuse_another_model(checkpoint, self.hparams, names)
+        self.waits_for_checkpoint = False
+
+    def model_names(self) -> tuple[str, ...]:
+        """The arguments that make the model what it is."""
+        return MODEL
+
+
+def refuse_former(arguments: Mapping[str, Any]) -> None:
+    """Check arguments of former versions, see FORMER.
+
+    Raises:
+        TypeError: for a name that never was one.
+        ValueError: if one made another model or training than this version's.
+    """
+    for name, value in arguments.items():
+        if name not in FORMER:
+            raise TypeError(f"unexpected argument {name!r}")
+        neutral, successor = FORMER[name]
+        if neutral is not None and value != neutral:
+            raise ValueError(
+                f"this checkpoint was made by a former version with {name} {value!r}: {successor}; "
+                "load it with that, or use its weights with init_from"
+            )

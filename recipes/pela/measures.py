@@ -1,0 +1,339 @@
+"""What PELA's vision experiment measures on dense and compressed models; each yields its rows.
+
+The functions are handed to the runner by name. `m.settings` holds what a model is built from:
+`model` (class and arguments of a stage), `data` (the DataModule's), and what each says itself.
+"""
+
+import copy
+import statistics
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from jsonargparse import Namespace
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Subset
+
+from datamodules.images import ImageData, ImageSet
+from datamodules.loading import build_loader
+from lightning_modules.counting import count_macs, count_parameters
+from lightning_modules.matformer import extract, importance, nest, reorder
+from lightning_modules.pela import Classifier, Features, LoRA, compress
+from lightning_modules.pela.checkpoint import save
+from lightning_modules.pela.tome import add_tome
+from recipes.experiment import Measuring
+from recipes.records import type_of
+from recipes.results import Row
+
+CALIBRATION = 2048  # training images at most, for second moments and importance
+STEPS = 10  # timed, after two that are not
+
+
+def measure_dense(m: Measuring) -> Iterator[Row]:
+    """The dense model, in each set of the table, and chance."""
+    data, model = data_of(m), build(m).model
+    scores = {**score(model, data), **size(model, data.image_size)}
+    for name in m.settings["sets"]:
+        yield from (Row("dense", metric, value, name) for metric, value in scores.items())
+        yield Row("chance", "accuracy", 1 / data.num_classes, name)
+
+
+def measure_start(m: Measuring) -> Iterator[Row]:
+    """A compressed model before any training."""
+    data = data_of(m)
+    model = build(m, ratio=m.settings["ratio"], init_from=m.settings["init_from"]).model
+    if m.settings["merged_tokens"]:
+        add_tome(model, m.settings["merged_tokens"])
+    for name, value in {**score(model, data), **size(model, data.image_size)}.items():
+        if m.settings["row"] == "direct":
+            yield Row("direct", name, value, m.settings["set"], m.settings["x"])
+        if name == "accuracy" and m.settings["x"] is None:
+            yield Row(m.settings["row"], "before", value, m.settings["set"])
+
+
+def measure_trained(m: Measuring) -> Iterator[Row]:
+    """A finished stage: what its last validation logged, its size, settings and gradient shares."""
+    stage = m.stages["trained"]
+    module = type_of(stage.settings.model).load_from_checkpoint(
+        stage.checkpoint, map_location="cpu"
+    )
+    values: dict[str, float] = {
+        "accuracy": stage.metrics["val/accuracy"],
+        "loss": stage.metrics["val/loss"],
+        **size(merged(module), m.datamodule("trained").image_size),
+    }
+    settings = {name: module.settings.get(name) for name in ("lr", "alpha", "beta", "p", "epsilon")}
+    values |= {name: float(value) for name, value in settings.items() if value is not None}
+    for name, history in stage.history.items():
+        if name.startswith("train/share_"):
+            values[name.removeprefix("train/")] = statistics.fmean(history)
+    where = m.settings["set"], m.settings["x"]
+    yield from (Row(m.settings["row"], name, value, *where) for name, value in values.items())
+
+
+def measure_nested(m: Measuring) -> Iterator[Row]:
+    """The slice of a nested model that has as many parameters as the low-rank one."""
+    stage = m.stages["trained"]
+    module = type_of(stage.settings.model).load_from_checkpoint(
+        stage.checkpoint, map_location="cpu"
+    )
+    model, data = extract(module.model, m.settings["slice"]), m.datamodule("trained")
+    model = model.to(device()).eval()
+    values = {**score(model, data), **size(model, data.image_size), "lr": module.hparams["lr"]}
+    yield from (Row("nested", name, value, m.settings["set"]) for name, value in values.items())
+
+
+def measure_similarity(m: Measuring) -> Iterator[Row]:
+    """Fig. 2: how alike images look to each block, before, after, and repaired."""
+    data = data_of(m)
+    models = {
+        "dense": build(m).model,
+        "direct": build(m, ratio=m.settings["ratio"]).model,
+        "both": loaded(m, "trained").model,
+    }
+    for row, model in models.items():
+        values = similarity(model, data.val_dataloader())
+        for block, value in enumerate(values, 1):
+            yield Row(row, "similarity", value, m.settings["set"], block)
+
+
+def measure_cost(m: Measuring) -> Iterator[Row]:
+    """Table 8: memory and time of a training step, dense and low-rank, and of the repair."""
+    plain = {"alpha": 0.0, "beta": 0.0}
+    modules = {
+        "dense": build(m, **plain),
+        "low_rank": build(m, **plain, ratio=m.settings["ratio"]),
+        "repair": build(m, ratio=m.settings["ratio"], beta=m.settings["beta"]),
+    }
+    for row, module in modules.items():
+        for name, value in step_cost(module, data_of(m)).items():
+            yield Row(row, name, value, m.settings["set"])
+
+
+def measure_finetuning_cost(m: Measuring) -> Iterator[Row]:
+    """The batch of the low-rank model that fits in the memory of the dense one's fine-tuning."""
+    data = data_of(m)
+    dense, low_rank = (
+        step_cost(build(m, init_from=m.settings[name]), data) for name in ("dense", "low_rank")
+    )
+    per_image = (low_rank["peak"] - low_rank["fixed"]) / low_rank["batch"]
+    # an even number, as mixup wants it
+    larger = int((dense["peak"] - low_rank["fixed"]) / per_image) // 2 * 2
+    yield Row("pela_plus", "fitting_batch", max(larger, data.batch_size), "other images")
+
+
+def make_hub_weights(m: Measuring) -> Iterator[Row]:
+    """Leave the hub's weights as a file."""
+    save_file(build(m, pretrained=True).model.state_dict(), m.folder / "model.safetensors")
+    yield from ()
+
+
+def make_start(m: Measuring) -> Iterator[Row]:
+    """Leave a low-rank model with other ranks or factors, at most as many parameters."""
+    model = build(m).model
+    compress(
+        model,
+        calibration_images(m),
+        m.settings["ratio"],
+        m.settings["ranks"],
+        m.settings["factors"],
+        m.settings["model"]["init_args"]["skip"],
+    )
+    save(model, m.folder / "low_rank")
+    yield from ()
+
+
+def make_pruned(m: Measuring) -> Iterator[Row]:
+    """Leave a model without the feed-forward neurons that matter least on training images."""
+    model = build(m).model
+    reorder(model, importance(model, calibration_images(m), "ffn"))
+    small = extract(nest(model, m.settings["fractions"]), m.settings["slice"])
+    save_file(small.state_dict(), m.folder / "model.safetensors")
+    yield from ()
+
+
+def make_low_rank_folder(m: Measuring) -> Iterator[Row]:
+    """Leave a repaired model as safetensors and a plan, which load as a timm model."""
+    module = loaded(m, "trained")
+    settings = module.settings
+    arguments = {**(settings.model_args or {}), "num_classes": settings.num_classes}
+    save(module.model, m.folder / "low_rank", settings.architecture, arguments)
+    yield from ()
+
+
+def device() -> torch.device:
+    """A GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def data_of(m: Measuring) -> ImageData:
+    """The DataModule in the settings."""
+    data = m.settings["data"]
+    return type_of(Namespace(data))(**{**data["init_args"], "seed": m.seed})
+
+
+def build(m: Measuring, **changes: Any) -> Any:
+    """A module as a stage would start it, dense unless `changes` say otherwise."""
+    given = m.settings["model"]
+    arguments = {
+        **given["init_args"],
+        "num_classes": data_of(m).num_classes,
+        "pretrained": False,
+        "init_from": m.settings.get("init_from"),
+        "ratio": None,
+        **changes,
+    }
+    kind = type_of(Namespace(given))
+    if kind is Classifier:
+        arguments = {n: v for n, v in arguments.items() if n not in ("alpha", "beta")}
+    module = kind(**arguments)
+    module.configure_model()
+    return module.to(device()).eval()
+
+
+def loaded(m: Measuring, name: str) -> Any:
+    """The module of a stage's checkpoint, ready to evaluate."""
+    stage = m.stages[name]
+    kind = type_of(stage.settings.model)
+    return kind.load_from_checkpoint(stage.checkpoint, map_location="cpu").to(device()).eval()
+
+
+def merged(module: Any) -> nn.Module:
+    """The model; of LoRA's with the adapters added to the weights."""
+    model = copy.deepcopy(module.model)
+    if isinstance(module, LoRA):
+        for name, layer in list(model.named_modules()):
+            if hasattr(layer, "base_layer"):
+                layer.merge()
+                parent, _, child = name.rpartition(".")
+                setattr(model.get_submodule(parent), child, layer.base_layer)
+    return model
+
+
+@torch.no_grad()
+def score(model: nn.Module, data: ImageData) -> dict[str, float]:
+    """Accuracy and loss on the validation images."""
+    right, loss, count = 0, 0.0, 0
+    for images, targets in data.val_dataloader():
+        targets = targets.to(device())
+        logits = model(images.to(device())).float()
+        right += int((logits.argmax(-1) == targets).sum())
+        loss += float(F.cross_entropy(logits, targets, reduction="sum"))
+        count += len(targets)
+    return {"accuracy": right / count, "loss": loss / count}
+
+
+def size(model: nn.Module, side: int) -> dict[str, float]:
+    """Parameters, and multiply-adds of one image."""
+    macs = count_macs(model, (1, 3, side, side))
+    return {"parameters": count_parameters(model), "macs": macs}
+
+
+def calibration_images(m: Measuring) -> Iterator[Tensor]:
+    """Batches of training images, as evaluation would see them, evenly spread."""
+    data = data_of(m)
+    chosen = range(0, len(data.train_set), -(-len(data.train_set) // CALIBRATION))
+    images = ImageSet(data.train_set.items, data.read, *data.eval_transform())
+    batch = data.eval_batch_size or data.batch_size
+    loader: DataLoader = build_loader(Subset(images, chosen), batch, training=False)
+    return (images for images, _ in loader)
+
+
+@torch.no_grad()
+def similarity(model: nn.Module, loader: Iterable) -> list[float]:
+    """How alike different images look to each block.
+
+    The mean cosine of two different images' features, over all pairs; an image's feature is the
+    mean of the block's output over tokens. With unit vectors x_i it is
+    (‖Σ x_i‖² − n) / (n (n − 1)).
+    """
+    sums: list[Tensor] = []
+    count = 0
+    with Features(model) as features:
+        for images, _ in loader:
+            model(images.to(device()))
+            vectors = [f.flatten(1, -2).double().mean(1) for f in features.take()]
+            parts = [F.normalize(v, dim=-1).sum(0) for v in vectors]
+            sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
+            count += len(images)
+    return [float((total.square().sum() - count) / (count * (count - 1))) for total in sums]
+
+
+def step_cost(module: Any, data: ImageData) -> dict[str, float]:
+    """Memory and time of one training step, without and with what grows with the batch.
+
+    On a GPU `peak` is what was allocated at most. On a CPU nothing reports that, so it is counted:
+    weights, gradients and AdamW's two moments, the teacher's weights, and every tensor that the
+    backward pass keeps.
+
+    Args:
+        module: at the start of its training, on the device.
+        data: gives the batch.
+
+    Returns:
+        peak and fixed (without activations) in bytes, seconds, and the batch.
+    """
+    model, teacher = module.model, None
+    if module.settings.get("alpha") or module.settings.get("beta"):
+        teacher = module.build_teacher().requires_grad_(False).eval().to(device())
+        object.__setattr__(module, "teacher", teacher)
+    module.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    images, targets = (part.to(device()) for part in next(iter(data.train_dataloader())))
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16, enabled=torch.cuda.is_available()):
+            loss = module.training_step((images, targets), 0)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="You are trying to `self.log")
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            step()
+        step()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        times = []
+        for _ in range(STEPS):
+            start = time.perf_counter()
+            step()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+    trained = sum(p.nbytes * (4 if p.requires_grad else 1) for p in model.parameters())
+    fixed = trained + (sum(p.nbytes for p in teacher.parameters()) if teacher else 0)
+    peak = fixed + sum(kept.values())
+    if torch.cuda.is_available():
+        peak = torch.cuda.max_memory_allocated()
+    return {
+        "peak": peak,
+        "fixed": fixed,
+        "seconds": statistics.median(times),
+        "batch": len(images),
+    }
+
+
+def matching_tokens(dense: nn.Module, target: float, side: int) -> int:
+    """The least r of ToMe whose multiply-adds are at most `target`, or as many as merge at all."""
+    r, macs = 0, size(dense, side)["macs"]
+    while macs > target:
+        fewer = size(add_tome(copy.deepcopy(dense), r + 1), side)["macs"]
+        if fewer >= macs:
+            break  # every block merges all that it can
+        r, macs = r + 1, fewer
+    return r

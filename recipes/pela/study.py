@@ -1,0 +1,375 @@
+"""The stages and measurements of recipes.pela.vision: one model at one seed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jsonargparse import Namespace
+
+from lightning_modules.backbones import build_vision
+from lightning_modules.pela import factorize
+from recipes.experiment import Artifact, Later, Run, Stage
+from recipes.pela import measures
+
+Length = Callable[[Namespace], int]  # epochs, from a stage's settings
+
+TABLE_7 = ("control", "fd", "rwp", "both")
+MODULES = "lightning_modules.pela."
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """How a row of the tables is made.
+
+    Attributes:
+        module: class of the stage.
+        settings: what makes the row, beside its start.
+        start: "svd", the dense weights that the stage factorises; "dense", which it leaves; or a
+            choice of `compress`, as (ranks, factors), prepared before.
+        tuned_as: the row whose trials choose its settings.
+    """
+
+    module: str = "lightning_modules.pela.PELA"
+    settings: dict[str, Any] = field(default_factory=dict)
+    start: str | tuple[str, str] = "svd"
+    tuned_as: str = "both"
+
+
+TREATMENTS = {
+    "control": Treatment(f"{MODULES}Classifier", tuned_as="control"),
+    "fd": Treatment(settings={"model.beta": 0.0}, tuned_as="fd"),
+    "rwp": Treatment(settings={"model.alpha": 0.0}, tuned_as="rwp"),
+    "both": Treatment(),
+    "energy": Treatment(start=("energy", "svd")),
+    "asvd": Treatment(start=("uniform", "asvd")),
+    "whitened": Treatment(start=("uniform", "whitened")),
+    "whitened_energy": Treatment(start=("energy", "whitened")),
+    "tinybert": Treatment(
+        f"{MODULES}Distillation", {"model.method": "tinybert"}, tuned_as="tinybert"
+    ),
+    "maskalign": Treatment(
+        f"{MODULES}Distillation", {"model.method": "maskalign"}, tuned_as="maskalign"
+    ),
+    "pruned": Treatment(settings={"model.beta": 0.0}, start="pruned", tuned_as="pruned"),
+    "nested": Treatment("lightning_modules.matformer.MatViT", start="dense", tuned_as="nested"),
+    "tome": Treatment(f"{MODULES}TokenMerging", start="dense", tuned_as="tome"),
+    "lora": Treatment(f"{MODULES}LoRA", {"model.lora_rank": 8}, "dense", "lora"),
+    "continued": Treatment(f"{MODULES}Classifier", start="dense", tuned_as="continued"),
+}
+
+
+@dataclass
+class Study:
+    """One model at one seed.
+
+    Attributes:
+        name: of the model's stage file.
+        seed: of all its stages.
+        grid: vision_grid.yaml's values.
+        rows: of the tables.
+    """
+
+    run: Run
+    name: str
+    seed: int
+    grid: dict[str, Any]
+    rows: list[str]
+
+    def __post_init__(self) -> None:
+        config = self.run.parsed(self.name)
+        self.settings = config.model.init_args
+        # what measures.py builds models and data from
+        self.given = {"model": config.model.as_dict(), "data": config.data.as_dict()}
+        self.weights = self.dense_weights(f"{self.name}-dense")
+
+    def declare(self, ratios: list[float], main: bool) -> None:
+        """The tables of one model; of the first one all of them."""
+        sets = [self.set_of(ratio) for ratio in ratios]
+        self.measure("dense-score", measures.measure_dense, sets=sets, init_from=self.weights)
+        for place, ratio in enumerate(ratios):
+            whole = main and place == 0
+            for row in self.rows:
+                if whole or row in TABLE_7 or row == "whitened":
+                    self.row(row, ratio)
+            self.before("direct", ratio, self.weights)
+        ratio = ratios[0]
+        both = self.row("both", ratio)
+        trained = {"trained": both}
+        self.measure("similarity", measures.measure_similarity, trained, ratio=ratio)
+        self.run.measure(f"{self.name}-low-rank", self.seed, measures.make_low_rank_folder, trained)
+        if main:
+            self.sweep()
+            beta = float(self.settings.beta or self.grid["beta"])
+            self.measure("cost", measures.measure_cost, ratio=ratio, beta=beta)
+            self.finetune(both)
+
+    def set_of(self, ratio: float) -> str:
+        """What the table calls a model at a ratio."""
+        return f"{self.name} κ {ratio:g}"
+
+    def dense_weights(self, label: str, **settings: Any) -> str | Artifact | Stage:
+        """The dense model's weights: those that are given, the hub's, or trained now."""
+        h = self.settings
+        if h.init_from is not None:
+            return h.init_from
+        if h.pretrained:
+            hub = self.run.measure(
+                f"{self.name}-hub", 0, measures.make_hub_weights, settings=self.given
+            )
+            return hub / "model.safetensors"
+        same = {"model.architecture": h.architecture, "model.model_args": h.model_args}
+        return self.run.stage(label, "dense", self.seed, same, settings, trained_for(epochs_of))
+
+    def row(self, row: str, ratio: float) -> Stage | None:
+        """Train and measure one row of the table at a ratio; None where it does not exist."""
+        treatment = TREATMENTS[row]
+        if treatment.start == "dense" and row != "nested" and ratio != self.main_ratio:
+            return None
+        if row in ("nested", "pruned") and slice_of(ratio, self.grid["fractions"]) is None:
+            return None
+        label = f"{self.name}-k{ratio:g}-{row}"
+        stage = self.stage(label, row, ratio, self.tuned(treatment.tuned_as))
+        where = {"row": row, "set": self.set_of(ratio), "x": None}
+        if row == "nested":
+            where["slice"] = slice_of(ratio, self.grid["fractions"])
+            self.run.measure(
+                f"{label}-score", self.seed, measures.measure_nested, {"trained": stage}, where
+            )
+            return stage
+        self.run.measure(
+            f"{label}-score", self.seed, measures.measure_trained, {"trained": stage}, where
+        )
+        if row == "tome" or isinstance(treatment.start, tuple) or row == "pruned":
+            self.before(row, ratio, self.start(row, ratio)["model.init_from"])
+        return stage
+
+    @property
+    def main_ratio(self) -> float:
+        """The first of the model's ratios."""
+        return self.grid["models"][self.name][0]
+
+    def stage(
+        self,
+        label: str,
+        row: str,
+        ratio: float,
+        settings: dict[str, Any],
+        length: Length | None = None,
+        weights: Any = None,
+    ) -> Stage:
+        """A training of one row."""
+        treatment = TREATMENTS[row]
+        varied = {"model": treatment.module, **self.start(row, ratio, weights)}
+        varied |= treatment.settings
+        if row in ("rwp", "both") and not self.settings.beta and "model.beta" not in settings:
+            settings = {"model.beta": self.grid["beta"], **settings}
+        settings = {key: value for key, value in settings.items() if key not in varied}
+        return self.run.stage(
+            label, self.name, self.seed, varied, settings, trained_for(length or epochs_of)
+        )
+
+    def start(self, row: str, ratio: float, weights: Any = None) -> dict[str, Any]:
+        """The settings that say what a row's training starts from."""
+        treatment, weights = TREATMENTS[row], weights or self.weights
+        varied: dict[str, Any] = {"model.init_from": weights, "model.pretrained": False}
+        if row == "nested":
+            return {**varied, "model.fractions": self.grid["fractions"]}
+        varied["model.ratio"] = ratio if treatment.start == "svd" else None
+        if row == "tome":
+            varied["model.merged_tokens"] = self.merged_tokens(ratio)
+        if treatment.start != "dense" and not treatment.module.endswith("Classifier"):
+            varied["model.teacher_from"] = weights
+        if isinstance(treatment.start, tuple):
+            ranks, factors = treatment.start
+            made = self.run.measure(
+                f"{self.name}-k{ratio:g}-{row}-start",
+                self.seed,
+                measures.make_start,
+                settings={
+                    **self.given, "init_from": weights,
+                    "ratio": ratio, "ranks": ranks, "factors": factors,
+                },
+            )  # fmt: skip
+            varied["model.init_from"] = made / "low_rank"
+        if row == "pruned":
+            fractions = self.grid["fractions"]
+            name = slice_of(ratio, fractions)
+            label = "trial-pruned" if weights is not self.weights else f"k{ratio:g}-pruned"
+            made = self.run.measure(
+                f"{self.name}-{label}-start",
+                self.seed,
+                measures.make_pruned,
+                settings={
+                    **self.given,
+                    "init_from": weights,
+                    "fractions": fractions,
+                    "slice": name,
+                },
+            )
+            varied["model.init_from"] = made / "model.safetensors"
+            varied["model.teacher_args"] = self.settings.model_args or {}
+            varied["model.model_args"] = self.pruned_args(ratio)
+        return varied
+
+    def pruned_args(self, ratio: float) -> dict[str, Any]:
+        """The model's arguments with the feed-forward width of a pruned one."""
+        return {**(self.settings.model_args or {}), "mlp_ratio": 4 * fraction_of(ratio)}
+
+    def merged_tokens(self, ratio: float) -> int:
+        """ToMe's tokens for each block, at the low-rank model's multiply-adds."""
+        h = self.settings
+        with torch.device("meta"):
+            dense, low_rank = (
+                build_vision(h.architecture, 10, h.model_args or {}) for _ in range(2)
+            )
+        side = self.given["data"]["init_args"]["image_size"]
+        target = measures.size(factorize(low_rank, ratio, h.skip), side)["macs"]
+        return measures.matching_tokens(dense, target, side)
+
+    def tuned(self, row: str) -> dict[str, Any | Later]:
+        """The settings that did best on held-out training images, at seed 0 and the main ratio."""
+        trials = self.grid["trials"].get(row, [])
+        first = next(iter(self.grid["models"]))
+        if not trials or self.name != first:
+            return {}
+        study = self if self.seed == 0 else Study(self.run, self.name, 0, self.grid, self.rows)
+        limits = self.grid["trial"]
+        weights = study.dense_weights(f"{self.name}-trial-dense", **held_out(limits))
+        stages = [
+            study.stage(
+                f"{self.name}-trial-{row}-{number}",
+                row,
+                self.main_ratio,
+                {**trial, **limits},
+                lambda s: max(1, s.trainer.max_epochs // 2),
+                weights,
+            )
+            for number, trial in enumerate(trials)
+        ]
+        metric = "val/accuracy"
+        if row == "nested":
+            metric = f"val/accuracy_{slice_of(self.main_ratio, self.grid['fractions'])}"
+        return dict(self.run.best(stages, metric, list(trials[0])))
+
+    def before(self, row: str, ratio: float, init_from: Any, x: float | None = None) -> None:
+        """Measure a compressed model before any training."""
+        given = self.given
+        if row == "pruned":
+            arguments = {**given["model"]["init_args"], "model_args": self.pruned_args(ratio)}
+            given = {**given, "model": {**given["model"], "init_args": arguments}}
+        self.run.measure(
+            f"{self.name}-k{ratio:g}-{row}-before" + ("-sweep" if x else ""),
+            self.seed,
+            measures.measure_start,
+            settings={
+                **given,
+                "row": row,
+                "set": f"{self.name} sweep" if x else self.set_of(ratio),
+                "x": x,
+                "init_from": init_from,
+                "ratio": ratio if row == "direct" else None,
+                "merged_tokens": self.merged_tokens(ratio) if row == "tome" else 0,
+            },
+        )
+
+    def measure(
+        self, label: str, function: Any, stages: dict[str, Any] | None = None, **settings: Any
+    ) -> None:
+        """A measurement that builds models of the stage's file."""
+        given = {**self.given, "set": self.name, "init_from": self.weights}
+        self.run.measure(
+            f"{self.name}-{label}", self.seed, function, stages or {}, {**given, **settings}
+        )
+
+    def sweep(self) -> None:
+        """Fig. 4, with fewer epochs than the main table."""
+        share = self.grid["sweep_share"]
+
+        def shorter(s: Namespace) -> int:
+            return max(1, round(share * s.trainer.max_epochs))
+
+        for ratio in self.grid["sweep"]:
+            label = f"{self.name}-sweep-k{ratio:g}"
+            stage = self.stage(label, "both", ratio, self.tuned("both"), shorter)
+            where = {"row": "both", "set": f"{self.name} sweep", "x": ratio}
+            self.run.measure(
+                f"{label}-score", self.seed, measures.measure_trained, {"trained": stage}, where
+            )
+            self.before("direct", ratio, self.weights, x=ratio)
+
+    def finetune(self, compressed: Stage | None) -> None:
+        """The dense and the compressed model on other images; PELA+ with a batch of equal memory.
+
+        PELA+ makes as many updates as the others, as under the paper's fixed number of iterations.
+        """
+        config = self.run.parsed("finetune")
+        batch, epochs = config.data.init_args.batch_size, config.trainer.max_epochs
+        given = {"model": config.model.as_dict(), "data": config.data.as_dict()}
+        cost = self.run.measure(
+            "finetune-cost",
+            self.seed,
+            measures.measure_finetuning_cost,
+            settings={**given, "dense": self.weights, "low_rank": compressed},
+        )
+        fitting = self.run.value(cost, read_batch, "the batch that fits", batch)
+
+        def as_many_updates(s: Namespace) -> int:
+            return max(1, round(epochs * s.data.init_args.batch_size / batch))
+
+        rows = {
+            "dense": (self.weights, {}, epochs_of),
+            "pela": (compressed, {}, epochs_of),
+            "pela_plus": (compressed, {"data.batch_size": fitting}, as_many_updates),
+        }
+        for row, (start, varied, length) in rows.items():
+            stage = self.run.stage(
+                f"finetune-{row}",
+                "finetune",
+                self.seed,
+                {"model.init_from": start, **varied},
+                derived=trained_for(length),
+            )
+            where = {"row": row, "set": "other images", "x": None}
+            self.run.measure(
+                f"finetune-{row}-score",
+                self.seed,
+                measures.measure_trained,
+                {"trained": stage},
+                where,
+            )
+
+
+def fraction_of(ratio: float) -> float:
+    """The share f of hidden neurons that leaves 1/κ of a ViT's block.
+
+    Attention has 4 D² weights and the feed-forward network 8 D² f: 4 + 8 f = 12 / κ.
+    """
+    return 1.5 / ratio - 0.5
+
+
+def slice_of(ratio: float, fractions: list[float]) -> str | None:
+    """The granularity of a nested model with as many parameters; None if there is none."""
+    wanted = fraction_of(ratio)
+    return "SMLX"[fractions.index(wanted)].replace("X", "XL") if wanted in fractions else None
+
+
+def held_out(limits: dict[str, Any]) -> dict[str, Any]:
+    """The trials' data: their dense model must not have seen what they are scored on, either."""
+    return {key: value for key, value in limits.items() if key.startswith("data.")}
+
+
+def epochs_of(s: Namespace) -> int:
+    """As the file says."""
+    return s.trainer.max_epochs
+
+
+def trained_for(length: Length) -> dict[str, Length]:
+    """So many epochs, and one validation, at the end."""
+    return {"trainer.max_epochs": length, "trainer.check_val_every_n_epoch": length}
+
+
+def read_batch(finished: Any) -> int:
+    """The batch that `measure_finetuning_cost` has found."""
+    rows = finished.rows
+    return int(rows[rows["metric"] == "fitting_batch"]["value"].iloc[0])
