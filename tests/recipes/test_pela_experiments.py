@@ -1,16 +1,19 @@
 """PELA's vision experiment, from the command line to the report, on a few digits."""
 
+import copy
 import json
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 import yaml
 from jsonargparse import Namespace
 
 from datamodules import DigitsData
-from lightning_modules.pela import PELA, Classifier
+from lightning_modules.pela import PELA, Classifier, LoRA
 from lightning_modules.pela.checkpoint import load as load_folder
+from lightning_modules.pela.tome import add_tome
 from recipes import results
 from recipes.claims import judge
 from recipes.cli import parse
@@ -241,3 +244,28 @@ def test_paper_presets_are_the_released_code():
 
 def test_the_sweep_trains_for_fewer_epochs():
     assert all(one["sweep_share"] < 1 for one in (GRID, *GRID["presets"].values()))
+
+
+def test_tome_merges_as_many_tokens_as_low_rank_saves():
+    torch.manual_seed(0)
+    dense = timm.create_model("vit_tiny_patch16_224", num_classes=10, img_size=8, patch_size=2)
+    macs = {r: measures.size(add_tome(copy.deepcopy(dense), r), 8)["macs"] for r in range(4)}
+    assert measures.matching_tokens(dense, macs[2], 8) == 2
+    assert measures.matching_tokens(dense, macs[2] - 1, 8) == 3
+    assert measures.matching_tokens(dense, macs[0], 8) == 0
+    most = measures.matching_tokens(dense, 0, 8)  # out of reach: as many as merge at all
+    assert measures.size(add_tome(copy.deepcopy(dense), most), 8)["macs"] < macs[3]
+
+
+def test_merged_lora_computes_the_same_on_dense_layers():
+    torch.manual_seed(0)
+    arguments = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    module = LoRA(num_classes=3, architecture="vit_tiny_patch16_224", model_args=arguments)
+    module.configure_model()
+    for name, parameter in module.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model, x = measures.merged(module.eval()), torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(model(x), module(x))
+    assert type(model.blocks[0].attn.qkv) is torch.nn.Linear
+    assert any("lora" in name for name, _ in module.model.named_parameters())  # not changed
