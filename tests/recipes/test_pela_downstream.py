@@ -71,7 +71,12 @@ def test_export_writes_what_its_target_asks_for(repaired, tmp_path, capsys):
 
 
 def test_export_reads_a_training_runs_checkpoint(tmp_path):
-    module = PELA(5, "vit_tiny_patch16_224", {**ARGS, "depth": 1}, ratio=2.0)
+    module = PELA(
+        num_classes=5,
+        architecture="vit_tiny_patch16_224",
+        model_args={**ARGS, "depth": 1},
+        ratio=2.0,
+    )
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     trainer.strategy.connect(module)
     module.configure_model()
