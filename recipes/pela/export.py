@@ -13,8 +13,10 @@ from pathlib import Path
 
 import torch
 
-from lightning_modules.pela import PELA, checkpoint
+from lightning_modules.pela import Classifier, checkpoint
+from lightning_modules.pela.classifier_module import MODEL
 from lightning_modules.pela.export import to_onnx, to_program
+from lightning_modules.weights import read_file
 from recipes.messages import console
 
 
@@ -37,11 +39,19 @@ def main(argv: list[str] | None = None) -> Path:
             raise FileNotFoundError(
                 f"no checkpoint at {options.source}: give the last.ckpt of a PELA run, or a folder"
             )
-        module = PELA.load_from_checkpoint(options.source, map_location="cpu", weights_only=True)
-        assert module.model is not None
-        model, settings = module.model, module.settings
-        architecture = settings.architecture
-        model_args = {**(settings.model_args or {}), "num_classes": settings.num_classes}
+        content = read_file(Path(options.source))
+        settings = content["hyper_parameters"]
+        for name in ("lora_rank", "merged_tokens"):
+            if settings.get(name):
+                raise ValueError(
+                    f"{options.source} was trained with {name} {settings[name]}: expected a dense "
+                    "or low-rank classifier"
+                )
+        module = Classifier(**{name: settings[name] for name in MODEL})
+        module.configure_model()
+        module.load_state_dict(content["state_dict"])
+        model, architecture = module.model.eval(), settings["architecture"]
+        model_args = {**(settings["model_args"] or {}), "num_classes": settings["num_classes"]}
     target = Path(options.target)
     if target.suffix in (".onnx", ".pt2"):
         height, width = model.patch_embed.img_size  # type: ignore[union-attr, misc]
