@@ -207,7 +207,8 @@ def merged(module: Any) -> nn.Module:
     """The model; of LoRA's with the adapters added to the weights."""
     model = copy.deepcopy(module.model)
     if isinstance(module, LoRA):
-        for name, layer in list(model.named_modules()):
+        layers: list[tuple[str, Any]] = list(model.named_modules())
+        for name, layer in layers:
             if hasattr(layer, "base_layer"):
                 layer.merge()
                 parent, _, child = name.rpartition(".")

@@ -95,7 +95,7 @@ class Study:
             self.before("direct", ratio, self.weights)
         ratio = ratios[0]
         both = self.row("both", ratio)
-        trained = {"trained": both}
+        trained: dict[str, Any] = {"trained": both}
         self.measure("similarity", measures.measure_similarity, trained, ratio=ratio)
         self.run.measure(f"{self.name}-low-rank", self.seed, measures.make_low_rank_folder, trained)
         if main:
@@ -130,7 +130,7 @@ class Study:
             return None
         label = f"{self.name}-k{ratio:g}-{row}"
         stage = self.stage(label, row, ratio, self.tuned(treatment.tuned_as))
-        where = {"row": row, "set": self.set_of(ratio), "x": None}
+        where: dict[str, Any] = {"row": row, "set": self.set_of(ratio), "x": None}
         if row == "nested":
             where["slice"] = slice_of(ratio, self.grid["fractions"])
             self.run.measure(
@@ -162,7 +162,8 @@ class Study:
         treatment = TREATMENTS[row]
         varied = {"model": treatment.module, **self.start(row, ratio, weights)}
         varied |= treatment.settings
-        if row in ("rwp", "both") and not self.settings.beta and "model.beta" not in settings:
+        perturbed = treatment.tuned_as in ("rwp", "both") and not self.settings.beta
+        if perturbed and "model.beta" not in settings:
             settings = {"model.beta": self.grid["beta"], **settings}
         settings = {key: value for key, value in settings.items() if key not in varied}
         return self.run.stage(

@@ -350,5 +350,11 @@ SCALE = (
 )
 EXPERIMENT = Experiment("pela.vision", __file__, "deit_b", __doc__ or "", declare, report)
 
+
+def main(argv: list[str] | None = None) -> Run:
+    """Run the experiment."""
+    return run_experiment(EXPERIMENT, argv)
+
+
 if __name__ == "__main__":
-    console(lambda: run_experiment(EXPERIMENT))
+    console(main)
