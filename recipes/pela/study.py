@@ -9,7 +9,8 @@ from jsonargparse import Namespace
 
 from lightning_modules.backbones import build_vision
 from lightning_modules.pela import factorize
-from recipes.experiment import Artifact, Later, Run, Stage
+from recipes.experiment import Later, Run, Stage
+from recipes.nodes import Artifact
 from recipes.pela import measures
 
 Length = Callable[[Namespace], int]  # epochs, from a stage's settings

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from datamodules.tables import TXT
-from recipes.experiment import Artifact, Node, Run, Stage
+from recipes.experiment import Node, Run, Stage
+from recipes.nodes import Artifact
 from recipes.self_distillation import measures
 
 ROUNDS = ("further", "distil", "distil_2", "distil_3", "distil_4")  # Algorithm 2, T' = 0 … 4
