@@ -94,7 +94,7 @@ def test_everything_runs_once_and_ends_in_table_and_report(go, trainings):
     assert trainings.names == ["a", "b", "c"] * 2
     table = read(run.out)
     assert list(table.row) == ["a", "a", "b", "b"] * 2 and list(table.seed) == [0] * 4 + [1] * 4
-    assert list(table.value[:4]) == [1, 0.25, 2, 0.002] and set(table.stage) == {"look"}
+    assert list(table.value[:4]) == [1, 0.25, 2, 0.003] and set(table.stage) == {"look"}
     assert (run.out / "report.md").read_text() == "# Report\n\n8 numbers\n"
     last = run.out / "seed0" / "a" / "checkpoints" / "last.ckpt"
     assert (run.out / "seed0" / "look" / "seen.txt").read_text() == str({"start": str(last)})
@@ -181,7 +181,7 @@ def test_a_comment_or_a_device_restarts_nothing(go, trainings, tmp_path):
         stage.write_text(content)
         run_experiment(here, ["--out", str(tmp_path), *flags])
     assert len(trainings.calls) == 3
-    stage.write_text(text.replace("lr: 2.0e-3", "lr: 3.0e-3"))
+    stage.write_text(text.replace("lr: 3.0e-3", "lr: 4.0e-3"))
     run_experiment(here, ["--out", str(tmp_path)])
     assert len(trainings.calls) > 3
 
