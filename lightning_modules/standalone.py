@@ -70,7 +70,7 @@ def plain(model: nn.Module) -> nn.Module:
     for name, layer in list(model.named_modules()):
         if hasattr(layer, "base_layer") and hasattr(layer, "merge"):  # peft's
             parent, _, child = name.rpartition(".")
-            layer.merge()  # type: ignore[operator]
+            layer.merge()
             setattr(model.get_submodule(parent), child, layer.base_layer)
         elif hasattr(layer, "adapter"):
             raise ValueError(

@@ -148,7 +148,7 @@ class _Worker:
 
     def kill(self) -> None:
         """End the process and all that it started."""
-        if self.process.is_alive():
+        if self.process.pid is not None and self.process.is_alive():
             with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.kill()

@@ -91,7 +91,7 @@ class PELA(Classifier):
 
     def _logs_now(self) -> bool:
         """Whether the trainer logs this step; not where parameters are sharded."""
-        trainer = self._trainer
+        trainer: Any = self._trainer
         if trainer is None or self.device_mesh is not None:
             return False
         return (trainer.global_step + 1) % trainer.log_every_n_steps == 0
