@@ -12,15 +12,14 @@ also trains the last of these with N images per device, in the memory that low r
 There is no preset in between: this workplace has no COCO.
 """
 
-from lightning_modules.pela.downstream import Detection
-from recipes.legacy import Experiment
+from recipes.experiment import Run
 from recipes.messages import console
-from recipes.pela.downstream import Task, compare
+from recipes.pela.downstream import Task, experiment
+from recipes.runner import run_experiment
 
 TASK = Task(
     name="detection",
     title="Object detection",
-    module=Detection,
     scores={"mAP": "val/map", "mAP at IoU .5": "val/map_50", "at .75": "val/map_75"},
     note="Paper (COCO): Mask and Cascade R-CNN of mmdetection on Swin; its tables of absolute "
     "numbers could not be found again. Here the detector is Deformable DETR, so only the "
@@ -28,9 +27,12 @@ TASK = Task(
 )
 
 
-def main(argv: list[str] | None = None) -> Experiment:
+EXPERIMENT = experiment(TASK, __file__, __doc__ or "")
+
+
+def main(argv: list[str] | None = None) -> Run:
     """Run the experiment."""
-    return compare(TASK, __file__, __doc__ or "", argv)
+    return run_experiment(EXPERIMENT, argv)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
 """What the two downstream experiments share: backbones fine-tuned the same way, and a report."""
 
-import argparse
-import shlex
-import sys
-from collections.abc import Sequence
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from lightning_modules.counting import count_macs, count_parameters
-from lightning_modules.pela.downstream.module import Downstream
-from recipes.legacy import Experiment, StageResult, from_command_line
-from recipes.report import markdown_table, mean_sd, show_table, write_report
+from recipes.experiment import Experiment, Run
+from recipes.nodes import Measuring
+from recipes.records import type_of
+from recipes.results import Row, provenance
+from recipes.tables import Column, tabulate
 
 TITLES = {
     "dense": "dense",
@@ -19,135 +21,139 @@ TITLES = {
     "repaired": "low-rank, repaired (PELA)",
     "larger_batch": "the last with a larger batch (PELA+)",
 }
-COSTS = ("parameters", "macs")
-
-Row = dict[str, float]  # scores, parameters, macs, seconds of one fine-tuned model
 
 
-@dataclass
+@dataclass(frozen=True)
 class Task:
     """A downstream task.
 
     Attributes:
         name: of the experiment's file and its stage, such as "segmentation".
         title: of the report.
-        module: its LightningModule.
         scores: what validation logs, by column of the report; the first is the task's.
         note: what the paper says, and where this differs.
     """
 
     name: str
     title: str
-    module: type[Downstream]
     scores: dict[str, str]
     note: str
 
 
-def compare(task: Task, file: str, description: str, argv: list[str] | None = None) -> Experiment:
-    """Fine-tune every backbone and report.
+def options(parser: ArgumentParser) -> None:
+    """The arguments of these experiments alone."""
+    add = parser.add_argument
+    add("--repaired", metavar="PATH", help="a checkpoint of PELA's repair, as one more backbone")
+    add("--larger-batch", type=int, metavar="N", help="images per device of PELA+")
+
+
+def experiment(task: Task, file: str, description: str) -> Experiment:
+    """The experiment of a task.
 
     Args:
         task: what is learned.
         file: the recipe's __file__.
         description: its docstring, shown by --help.
-        argv: arguments; sys.argv's by default.
     """
-    argv = sys.argv[1:] if argv is None else argv
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--repaired")
-    own.add_argument("--larger-batch", type=int)
-    options, others = own.parse_known_args(argv)
-    experiment = from_command_line(f"pela.{task.name}", file, task.name, description, others)
-    experiment.command = shlex.join(["python", "-m", f"recipes.pela.{task.name}", *argv])
-    repaired = None if options.repaired is None else Path(options.repaired)
-    if repaired is not None and not repaired.exists():
+    return Experiment(
+        f"pela.{task.name}",
+        file,
+        task.name,
+        description,
+        lambda run: declare(task, run),
+        lambda table, run: report(task, table, run),
+        options,
+    )
+
+
+def declare(task: Task, run: Run) -> None:
+    """Every backbone, fine-tuned and scored."""
+    repaired = run.options.repaired
+    if repaired is not None and not Path(repaired).exists():
         raise FileNotFoundError(
             f"--repaired {repaired} is not there: give a checkpoint of PELA's intermediate stage, "
             "or a folder that lightning_modules.pela.checkpoint wrote"
         )
-    given = experiment.parsed(task.name)
-    backbones = overrides(repaired, options.larger_batch, given)
-    results: list[dict[str, Row]] = []
-    for seed in range(experiment.seeds):
-        size = experiment.datamodule(task.name, seed).image_size
-        rows = {}
-        for name, changes in backbones.items():
-            stage = experiment.stage(name, task.name, seed, changes)
-            rows[name] = measure(task, stage, size)
-        results.append(rows)
-        report(task, experiment, results)
-    return experiment
+    backbones = changes(repaired, run.options.larger_batch)
+    larger = run.options.larger_batch or 0
+    longer = larger / run.parsed(task.name).data.init_args.batch_size
+    chosen = run.rows(backbones)
+    for seed in run.seeds:
+        for row in chosen:
+            derived = as_many_updates(longer) if row == "larger_batch" else {}
+            stage = run.stage(row, task.name, seed, varied=backbones[row], derived=derived)
+            settings = {"row": row, "scores": task.scores}
+            run.measure(f"{row} score", seed, measure, {"stage": stage}, settings)
 
 
-def overrides(
-    repaired: Path | None, larger_batch: int | None, stage: Any
-) -> dict[str, dict[str, Any]]:
-    """What each backbone changes of the stage, which factorises dense weights directly.
+def as_many_updates(longer: float) -> dict[str, Callable[[Any], Any]]:
+    """Settings that train `longer` times the epochs, as under the paper's fixed iterations.
 
-    With the larger batch it makes as many updates as the others, as under the paper's fixed number
-    of iterations.
+    A run whose steps are counted keeps them.
     """
-    rows: dict[str, dict[str, Any]] = {"dense": {"model.init_args.ratio": None}, "direct": {}}
+
+    def epochs(settings: Any) -> int:
+        count = settings.trainer.max_epochs
+        return round(count * longer) if (count or 0) > 0 else count
+
+    return {"trainer.max_epochs": epochs, "trainer.check_val_every_n_epoch": epochs}
+
+
+def changes(repaired: str | None, larger_batch: int | None) -> dict[str, dict[str, Any]]:
+    """What each backbone changes of the stage, which factorises dense weights directly."""
+    rows: dict[str, dict[str, Any]] = {"dense": {"model.ratio": None}, "direct": {}}
     if repaired is not None:
-        rows["repaired"] = {
-            "model.init_args.ratio": None,
-            "model.init_args.init_from": repaired,
-            "model.init_args.pretrained": False,
-        }
+        start = {"model.init_from": repaired, "model.pretrained": False}
+        rows["repaired"] = {"model.ratio": None, **start}
     if larger_batch is not None:
         last = rows["repaired" if repaired else "direct"]
-        rows["larger_batch"] = last | {"data.init_args.batch_size": larger_batch}
-        if (epochs := stage.trainer.max_epochs or 0) > 0:
-            longer = round(epochs * larger_batch / stage.data.init_args.batch_size)
-            for length in ("trainer.max_epochs", "trainer.check_val_every_n_epoch"):
-                rows["larger_batch"][length] = longer
+        rows["larger_batch"] = {**last, "data.batch_size": larger_batch}
     return rows
 
 
-def measure(task: Task, stage: StageResult, size: int) -> Row:
+def measure(m: Measuring) -> Iterator[Row]:
     """The scores of a finished stage, and what its model costs."""
-    module = task.module.load_from_checkpoint(
+    stage, row = m.stages["stage"], m.settings["row"]
+    module = type_of(stage.settings.model).load_from_checkpoint(
         stage.checkpoint, map_location="cpu", weights_only=True
     )
     model = module.model.requires_grad_(False)
-    return {
-        **{title: stage.metrics[name] for title, name in task.scores.items()},
+    data = stage.datamodule()
+    size = data.image_size
+    values = {title: stage.metrics[name] for title, name in m.settings["scores"].items()}
+    values |= {
         "parameters": count_parameters(model),
         "macs": count_macs(model, (1, 3, size, size)),
         "seconds": stage.seconds,
     }
+    for metric, value in values.items():
+        yield Row(row=row, metric=metric, value=value)
 
 
-def report(task: Task, experiment: Experiment, results: Sequence[dict[str, Row]]) -> None:
-    """Write report.md and metrics.json, and show the table."""
-    header = ["backbone", *task.scores, "parameters", "multiply-adds", "time, % of dense"]
-    dense = results[0]["dense"]
-    rows = []
-    for name, found in results[0].items():
-        cells = [mean_sd([r[name][score] for r in results], 100) for score in task.scores]
-        shares = [r[name]["seconds"] / r["dense"]["seconds"] for r in results]
-        cells += [f"{found[cost]:,.0f} ({found[cost] / dense[cost]:.0%})" for cost in COSTS]
-        rows.append([TITLES[name], *cells, mean_sd(shares, 100, 0)])
-    show_table(f"{task.title} ({experiment.preset})", header, rows)
-    text = [
-        f"# {task.title} on dense and low-rank backbones, preset {experiment.preset}",
-        experiment.provenance(len(results)),
-        "Scores in %, mean ± standard deviation over seeds, on the validation images at "
-        "`data.image_size`. Parameters and multiply-adds (of one image) are those of the whole "
-        "model, heads included, and beside them their share of the dense one's. Time is that of "
-        "the training, validation included.",
-        markdown_table(header, rows),
+def report(task: Task, table: pd.DataFrame, run: Run) -> list[str]:
+    """Scores and costs of every backbone."""
+    first = next(iter(task.scores))
+    columns = [Column(f"{title}, %", title, scale=100) for title in task.scores]
+    columns += [
+        Column(f"{first} − dense", first, scale=100, reference="dense"),
+        Column("parameters", "parameters", digits=0, spread=""),
+        Column("multiply-adds", "macs", digits=0, spread=""),
+        Column("seconds", "seconds", digits=0),
     ]
-    if "repaired" not in results[0]:
-        text.append(
-            "No repaired backbone was compared: `--repaired CHECKPOINT` adds one, of the same "
-            "architecture, from PELA's intermediate stage."
-        )
-    text += [
+    missing = (
+        "No repaired backbone was compared: `--repaired CHECKPOINT` adds one, of the same "
+        "architecture, from PELA's intermediate stage."
+    )
+    return [
+        f"# {task.title} on dense and low-rank backbones, preset {run.preset}",
+        provenance(run.command, table),
+        "Scores in %, mean ± standard deviation over seeds, on the validation images at "
+        "`data.image_size`; the difference to the dense backbone seed by seed, with its 95 % "
+        "interval. Parameters and multiply-adds (of one image) are those of the whole model, heads "
+        "included. Seconds are those of the training, validation included.",
+        tabulate(table, TITLES, columns, heading="backbone").markdown(),
+        "" if run.options.repaired else missing,
         task.note,
         "The scale differs unless the preset is `paper`: compare how the rows stand to each "
         "other, not the numbers.",
     ]
-    write_report(
-        experiment.out, text, {"provenance": experiment.provenance(len(results)), "seeds": results}
-    )

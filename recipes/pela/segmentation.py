@@ -12,15 +12,14 @@ weights come from the stage's YAML, or from --model.init_from.
 There is no preset in between: this workplace has no ADE20K.
 """
 
-from lightning_modules.pela.downstream import Segmentation
-from recipes.legacy import Experiment
+from recipes.experiment import Run
 from recipes.messages import console
-from recipes.pela.downstream import Task, compare
+from recipes.pela.downstream import Task, experiment
+from recipes.runner import run_experiment
 
 TASK = Task(
     name="segmentation",
     title="Semantic segmentation",
-    module=Segmentation,
     scores={"mIoU": "val/miou", "pixel accuracy": "val/pixel_accuracy"},
     note="Paper (ADE20K, UPerNet): PELA+, which trains with a larger batch in the memory saved, "
     "gains 0.57 and 0.78 mIoU over PELA (Table 9). Its tables of absolute numbers could not be "
@@ -28,9 +27,12 @@ TASK = Task(
 )
 
 
-def main(argv: list[str] | None = None) -> Experiment:
+EXPERIMENT = experiment(TASK, __file__, __doc__ or "")
+
+
+def main(argv: list[str] | None = None) -> Run:
     """Run the experiment."""
-    return compare(TASK, __file__, __doc__ or "", argv)
+    return run_experiment(EXPERIMENT, argv)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,21 @@
 """The downstream experiments, from the command line to the report, on a few generated shapes."""
 
 import importlib
-import json
 
 import lightning as L
 import pytest
+import torch
 
 from lightning_modules.pela import PELA, checkpoint
 from lightning_modules.pela.downstream import build_backbone
+from recipes.nodes import LAST, Stage
 from recipes.pela import export
+from recipes.records import at, type_of
+from recipes.results import read
+from recipes.runner import command_line
 
 SCORES = {"segmentation": "mIoU", "detection": "mAP"}
+LONGER = {"segmentation": 1, "detection": 2}  # batches of 8 and 4 become 8
 ARGS = {"img_size": 64, "patch_size": 8, "embed_dim": 64, "depth": 4, "num_heads": 4}
 
 
@@ -33,25 +38,46 @@ def test_tiny_preset(name, repaired, tmp_path, monkeypatch):
         *("--trainer.max_epochs=1", "--trainer.check_val_every_n_epoch=1"),
         '--data.generate={"train": 8, "val": 4}',
     ]
-    folder = main_of(name)(command).out
-    metrics = json.loads((folder / "metrics.json").read_text())
-    [rows] = metrics["seeds"]
-    assert list(rows) == ["dense", "direct", "repaired", "larger_batch"]
-    for row in rows.values():
-        assert 0 <= row[SCORES[name]] <= 1 and row["seconds"] > 0
+    run = main_of(name)(command)
+    folder = run.out
+    table = read(folder)
+    rows = table.pivot(index="row", columns="metric", values="value")
+    assert list(table["row"].unique()) == ["dense", "direct", "repaired", "larger_batch"]
+    assert rows[SCORES[name]].between(0, 1).all() and (rows["seconds"] > 0).all()
     for cost in ("parameters", "macs"):
-        assert rows["dense"][cost] > rows["direct"][cost] > rows["repaired"][cost]
-        assert rows["larger_batch"][cost] == rows["repaired"][cost]
+        dense, direct, low, larger = (rows[cost][row] for row in table["row"].unique())
+        assert dense > direct > low == larger
+    for node in run.nodes.values():
+        if isinstance(node, Stage):
+            saved = torch.load((node / LAST).path, weights_only=True, mmap=True)
+            data = type_of(node.parsed().data)(**node.parsed().data.init_args.as_dict())
+            epochs = at(node.parsed(), "trainer.max_epochs")
+            assert epochs == (LONGER[name] if node.name == "larger_batch" else 1)
+            assert saved["global_step"] == epochs * len(data.train_dataloader())
     text = (folder / "report.md").read_text()
-    assert "--repaired" in metrics["provenance"] and metrics["provenance"] in text
+    assert "--repaired" in text and "smoke test" in text
     assert "| low-rank, repaired (PELA) |" in text and "No repaired backbone" not in text
 
-    def fail(args):
+    def fail(args, callbacks=()):
         raise AssertionError(f"a finished stage was trained again: {args}")
 
-    monkeypatch.setattr("recipes.legacy.run_stage", fail)
+    monkeypatch.setattr("recipes.work.run_stage", fail)
     main_of(name)(command)
-    assert json.loads((folder / "metrics.json").read_text())["seeds"] == metrics["seeds"]
+    assert read(folder).equals(table)
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_a_flag_reaches_every_stage_or_is_refused(name, repaired):
+    module = importlib.import_module(f"recipes.pela.{name}")
+    planned = command_line(module.EXPERIMENT, ["--repaired", str(repaired), "--model.lr", "0.5"])
+    module.EXPERIMENT.declare(planned)
+    for node in planned.nodes.values():
+        if isinstance(node, Stage):
+            assert at(node.parsed(), "model.lr") == 0.5
+    refused = command_line(module.EXPERIMENT, ["--model.ratio", "4"])
+    module.EXPERIMENT.declare(refused)
+    with pytest.raises(ValueError, match=r"varies model\.ratio"):
+        refused.check()
 
 
 def test_without_a_repaired_backbone_the_report_says_so(tmp_path):
