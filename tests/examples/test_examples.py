@@ -40,9 +40,7 @@ def test_own_images(tmp_path):
                 tmp_path / "data" / name / f"{number}.png"
             )
     folder = tmp_path / "run"
-    out = run(
-        "own_images", f"{str(tmp_path / 'data')!r}", "4", "16", f"{str(folder)!r}", folder=folder
-    )
+    out = run("own_images", str(tmp_path / "data"), 4, 16, str(folder))
     lines = [line for line in out.splitlines() if line.startswith(("S: ", "M: ", "L: ", "XL: "))]
     assert len(lines) == 8
     for line in lines:

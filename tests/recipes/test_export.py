@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_modules.matformer import extract
+from lightning_modules.matformer.nesting import nesting_of
 from lightning_modules.vera import strip
 from recipes import cli
 from recipes.export import example_of, main
@@ -37,7 +39,7 @@ def checkpoints(tmp_path_factory):
 CASES = {
     "largest": ("nested", []),
     "uniform": ("nested", ["--granularity", "S"]),
-    "budget": ("nested", ["--max_params", "100K"]),
+    "budget": ("nested", ["--max_params", "BETWEEN"]),
     "low_rank": ("low_rank", []),
     "sentences": ("sentences", []),
     "prompts": ("prompts", []),
@@ -51,6 +53,8 @@ def exported(checkpoints, tmp_path_factory):
     folders, inputs = {}, {}
     for case, (name, options) in CASES.items():
         folders[case] = root / case
+        if case == "budget":  # half-way between M and L
+            options[1] = str(sum(size(checkpoints[name], one) for one in "ML") / 2)
         main([str(checkpoints[name]), str(folders[case]), *options])
         inputs[case] = example_of(Predictor(checkpoints[name], device="cpu"))
     in_a_clean_process(list(folders.values()), list(inputs.values()))
@@ -75,16 +79,23 @@ def test_exports_give_equal_outputs(checkpoints, exported, case):
     name, options = CASES[case]
     granularity = options[1] if options[:1] == ["--granularity"] else None
     if case == "budget":
-        granularity = widths(folders[case])
+        granularity = widths(checkpoints[name], folders[case])
         assert len(set(granularity)) == 2  # neither M nor L: between them
     result = expected(checkpoints[name], inputs[case], granularity)
     torch.testing.assert_close(outputs[case], result, atol=1e-5, rtol=1e-4)
 
 
-def widths(folder):
+def size(checkpoint, granularity):
+    """Parameters of a submodel."""
+    small = extract(Predictor(checkpoint, device="cpu").module.model, granularity)
+    return sum(parameter.numel() for parameter in small.parameters())
+
+
+def widths(checkpoint, folder):
     """The granularity of each layer of an exported Mix'n'Match submodel."""
     sizes = json.loads((folder / "manifest.json").read_text())["widths"].values()
-    return [[32, 64, 128, 256].index(size) for size in sizes]
+    layers = nesting_of(Predictor(checkpoint, device="cpu").module.model).layers
+    return [layer.widths.index(width) for layer, width in zip(layers, sizes, strict=True)]
 
 
 def test_classes_and_preprocessing_go_along(exported):
@@ -104,7 +115,7 @@ def test_milliseconds_are_measured_and_kept(checkpoints, tmp_path):
     main([str(checkpoints["nested"]), str(tmp_path / "out"), "--max_ms", "10000"])
     table = json.loads((tmp_path / "out" / "latency.json").read_text())
     assert np.shape(table["milliseconds"]) == (4, 4)
-    assert widths(tmp_path / "out") == [3, 3, 3, 3]
+    assert widths(checkpoints["nested"], tmp_path / "out") == [3, 3, 3, 3]
 
 
 def test_an_adapter_for_peft_and_as_lora(checkpoints, tmp_path):

@@ -17,7 +17,7 @@ SIZES = {
     "bloom": {"hidden_size": 16, "n_layer": 2, "n_head": 2},
     "t5": {
         "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2,
-        "decoder_start_token_id": 0,
+        "decoder_start_token_id": 0, "dropout_rate": 0.0,
     },
 }  # fmt: skip
 TARGETS = {"llama": ["q_proj", "v_proj"], "bloom": ["query_key_value"], "t5": ["q", "v"]}
@@ -69,7 +69,7 @@ def test_every_way_to_tune_lowers_the_loss(kind, method, tmp_path):
     step = module.training_step
     module.training_step = lambda *batch: losses.append(step(*batch)) or losses[-1]
     trainer.fit(module, data)
-    assert losses[-1] < losses[0]
+    assert sum(losses[-3:]) / 3 < losses[0]
     assert module.hparams.label_tokens == data.label_tokens
 
 
