@@ -66,7 +66,8 @@ class Flags:
                 inside = other.startswith(f"{key}.") and "{" in argument
                 if key == other or key.startswith(f"{other}.") or inside:
                     choose = "rows with --rows" if has_rows else "parts with --only"
-                    raise ValueError(f"this experiment varies {other}; choose {choose}")
+                    named = other if key == other else f"{other}, and --{key} with it"
+                    raise ValueError(f"this experiment varies {named}; choose {choose}")
 
     def refuse_unknown(self, configs: Collection[str]) -> None:
         """Refuse a flag that no stage would see.
