@@ -6,7 +6,6 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from callbacks.frozen_teacher import FrozenTeacher
 from lightning_modules.pela.baselines import maskalign, tinybert
 from lightning_modules.pela.classifier_module import MODEL, Classifier
 from lightning_modules.pela.module import required
@@ -37,6 +36,8 @@ class Distillation(Classifier):
 
     def configure_callbacks(self) -> list[Callback]:
         """The teacher."""
+        from callbacks.frozen_teacher import FrozenTeacher
+
         return [FrozenTeacher()]
 
     def build_teacher(self) -> nn.Module:

@@ -8,7 +8,6 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from callbacks.frozen_teacher import FrozenTeacher
 from lightning_modules.pela.classifier_module import Classifier
 from lightning_modules.pela.features import Features
 from lightning_modules.pela.losses import feature_distillation, weight_perturbation
@@ -53,6 +52,8 @@ class PELA(Classifier):
 
     def configure_callbacks(self) -> list[Callback]:
         """The teacher, where a loss needs it."""
+        from callbacks.frozen_teacher import FrozenTeacher
+
         return [FrozenTeacher()] if self.settings.alpha or self.settings.beta else []
 
     def build_teacher(self) -> nn.Module:
