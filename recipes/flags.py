@@ -66,7 +66,8 @@ class Flags:
                 inside = other.startswith(f"{key}.") and "{" in argument
                 if key == other or key.startswith(f"{other}.") or inside:
                     choose = "rows with --rows" if has_rows else "parts with --only"
-                    named = other if key == other else f"{other}, and --{key} with it"
+                    wider = key.startswith(f"{other}.")
+                    named = f"{other}, and --{key} with it" if wider else other
                     raise ValueError(f"this experiment varies {named}; choose {choose}")
 
     def refuse_unknown(self, configs: Collection[str]) -> None:
