@@ -11,7 +11,7 @@
    sampled step costs 0.646 XL on average when feed-forward and projections are all there is);
    and what `freeze_idle_tail` adds to a step.
 
-Rivals take turns, A B C A B C …, and a ratio is the median over rounds of the ratio within a
+Candidates take turns, A B C A B C …, and a ratio is the median over rounds of the ratio within a
 round, so that a slow moment of the machine meets all of them. Only ratios are printed: a time in
 milliseconds would say more about the machine than about the code.
 """
@@ -81,8 +81,8 @@ def inference(case: Case, repeats: int, seconds: float, device: torch.device) ->
         if macs != expected:
             raise RuntimeError(f"{case}, {name}: {macs} multiply-adds, natively {expected}")
         set_granularity(nested, name)
-        rivals = {"native": native, "extracted": small, "nested": nested}
-        calls = {key: (lambda model=model: model(images)) for key, model in rivals.items()}
+        candidates = {"native": native, "extracted": small, "nested": nested}
+        calls = {key: (lambda model=model: model(images)) for key, model in candidates.items()}
         measured = rounds(calls, repeats, seconds, device)
         extracted = ratio(measured, "extracted", "native")
         verdict = "met" if abs(extracted - 1) <= TOLERANCE else "missed"

@@ -1,4 +1,4 @@
-"""Rivals that take turns: how every benchmark here measures, and how it prints."""
+"""Candidates that take turns: how every benchmark here measures, and how it prints."""
 
 import platform
 import statistics
@@ -36,15 +36,15 @@ class ImageCase:
 
 
 def rounds(
-    rivals: dict[str, Callable[[], Any]], repeats: int, seconds: float, device: torch.device
+    candidates: dict[str, Callable[[], Any]], repeats: int, seconds: float, device: torch.device
 ) -> list[dict[str, float]]:
-    """Seconds that each rival took, round by round, in turns, after a round that warms up.
+    """Seconds that each candidate took, round by round, in turns, after a round that warms up.
 
     On one CPU thread they are those of the processor and not of the wall: the same where the
     machine is free, and still right where it is not.
 
     Args:
-        rivals: what to call, by name.
+        candidates: what to call, by name.
         repeats: rounds at most.
         seconds: no further round starts after this long, but three are always measured.
         device: is waited for before each reading of the clock.
@@ -63,7 +63,7 @@ def rounds(
         if index >= 3 and time.perf_counter() > end:
             break
         took = {}
-        for name, call in rivals.items():
+        for name, call in candidates.items():
             start = clock()
             call()
             took[name] = clock() - start
@@ -73,7 +73,7 @@ def rounds(
 
 
 def ratio(measured: list[dict[str, float]], name: str, other: str) -> float:
-    """Median over rounds of one rival's time over another's."""
+    """Median over rounds of one candidate's time over another's."""
     return statistics.median(took[name] / took[other] for took in measured)
 
 

@@ -12,7 +12,7 @@
 4. factorize: `factorize` on deit_base against the released code's way, a singular value
    decomposition with full matrices of each weight; the goal is five times faster.
 
-Rivals take turns and a ratio is the median over rounds, as in paired.py.
+Candidates take turns and a ratio is the median over rounds, as in paired.py.
 """
 
 import cpu_torchvision  # noqa: F401  (first: see its docstring)

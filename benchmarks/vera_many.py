@@ -15,7 +15,7 @@ RoBERTa-base's shape with random weights, query and value adapted, a classifier 
    - the base alone: the same batch through the base with no adapter at all, which no batching of
      adapters that multiplies by W0 and by ΔW can beat.
 
-Rivals take turns and are timed as in vera_step.py, from where the model comes too.
+Candidates take turns and are timed as in vera_step.py, from where the model comes too.
 """
 
 import cpu_torchvision  # noqa: F401  (first: see its docstring)

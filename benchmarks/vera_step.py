@@ -15,8 +15,8 @@ same rank and peft's LoRA of rank 8, of 1,024 and 8,192 tokens.
 3. Peak memory of a step, above what stands before it (weights, moments of AdamW).
 
 8,192 tokens are measured with three layers unless --layers says otherwise: depth changes little in
-the ratio and nothing in the path taken, and twelve take four times as long. Rivals take turns, and
-a ratio is the median over rounds of the ratio within a round, with the least and the greatest
+the ratio and nothing in the path taken, and twelve take four times as long. Candidates take turns,
+and a ratio is the median over rounds of the ratio within a round, with the least and the greatest
 behind it. On one CPU thread, the default, time is the processor's, so that other processes on the
 machine do not count.
 """

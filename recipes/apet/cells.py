@@ -1,7 +1,7 @@
 """What APET's experiments share: one model tuned on one task by one method, and its score."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from recipes.experiment import Measurement, Run, Stage
@@ -119,8 +119,3 @@ def cells(
         for task in tasks
         for row in rows
     ]
-
-
-def as_row(cell: Cell, row: str, settings: Mapping[str, Any]) -> Cell:
-    """The same model, task and seed with another method."""
-    return replace(cell, row=row, settings=settings)

@@ -1,4 +1,4 @@
-"""Rivals take turns, and a ratio is taken within each round."""
+"""Candidates take turns, and a ratio is taken within each round."""
 
 import torch
 
@@ -9,11 +9,11 @@ CPU = torch.device("cpu")
 
 def test_rounds_are_in_turns_and_at_least_three():
     called = []
-    rivals = {name: (lambda name=name: called.append(name)) for name in "ab"}
-    measured = paired.rounds(rivals, 5, 0.0, CPU)
+    candidates = {name: (lambda name=name: called.append(name)) for name in "ab"}
+    measured = paired.rounds(candidates, 5, 0.0, CPU)
     assert called == ["a", "b"] * 4  # the first round warms up
     assert [list(took) for took in measured] == [["a", "b"]] * 3
-    assert len(paired.rounds(rivals, 2, 0.0, CPU)) == 2
+    assert len(paired.rounds(candidates, 2, 0.0, CPU)) == 2
 
 
 def test_a_ratio_is_taken_within_each_round():

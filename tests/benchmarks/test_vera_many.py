@@ -1,4 +1,4 @@
-"""The benchmark runs, and refuses rivals that do not compute the same."""
+"""The benchmark runs, and refuses candidates that do not compute the same."""
 
 import contextlib
 
