@@ -1,13 +1,16 @@
-"""Any model to low rank in one call: which ranks, and which factors."""
+"""Any model to low rank in one call: which ranks, and which factors; at one ratio or at several."""
 
-from collections.abc import Iterable, Sequence
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
-from lightning_modules.pela.calibration import Calibration, Kind, run
-from lightning_modules.pela.energy import plan_energy
+from lightning_modules.pela.calibration import Calibration, run
+from lightning_modules.pela.energy import energy_shares, plan_energy
 from lightning_modules.pela.factorize import factorize, plan_uniform
+from lightning_modules.pela.layers import factors_of, low_rank_layers
 
 Ranks = Literal["uniform", "energy"]
 Factors = Literal["svd", "whitened", "asvd"]
@@ -41,26 +44,113 @@ def compress(
     Raises:
         ValueError: for an unknown choice, factors that need batches without any, or as `factorize`.
     """
-    if ranks not in ("uniform", "energy"):
-        raise ValueError(f"unknown ranks {ranks!r}: expected 'uniform' or 'energy'")
-    if factors not in ("svd", "whitened", "asvd"):
-        raise ValueError(f"unknown factors {factors!r}: expected 'svd', 'whitened' or 'asvd'")
-    moments = None if factors == "svd" else _moments(model, batches, skip, factors)
-    if ranks == "energy":
-        plan = plan_energy(model, ratio, skip, moments, multiple)
-    else:
-        plan = plan_uniform(model, ratio, skip, multiple)
+    moments = layer_moments(model, batches, factors, skip)
+    (plan,) = _plans(model, [ratio], ranks, moments, skip, multiple).values()
     return factorize(model, ranks=plan, moments=moments)
 
 
-def _moments(
-    model: nn.Module, batches: Iterable[Any] | None, skip: Sequence[str], kind: Kind
-) -> dict[str, Tensor]:
+def compress_each(
+    model: nn.Module,
+    ratios: Sequence[float],
+    ranks: Ranks = "uniform",
+    moments: Mapping[str, Tensor] | None = None,
+    skip: Sequence[str] = (),
+    multiple: int = 1,
+) -> dict[float, nn.Module]:
+    """Low-rank copies of a model at several ratios, at the cost of one decomposition.
+
+    `factorize` puts the singular values in falling order, so that the factors of rank r are the
+    first r of those of any higher rank.
+
+    Args:
+        model: dense; it is left as it was.
+        ratios: κ of each copy.
+        moments: of `layer_moments`; None for plain factors.
+        ranks: this and the others as for `compress`.
+
+    Returns:
+        The copies by ratio, each as `compress` would make it.
+
+    Raises:
+        ValueError: as `compress`.
+    """
+    plans = _plans(model, ratios, ranks, moments, skip, multiple)
+    highest = {name: max(plan[name] for plan in plans.values()) for name in plans[ratios[0]]}
+    largest = factorize(copy.deepcopy(model), ranks=highest, moments=moments)
+    return {ratio: truncate(copy.deepcopy(largest), plan) for ratio, plan in plans.items()}
+
+
+def layer_moments(
+    model: nn.Module, batches: Iterable[Any] | None, factors: Factors, skip: Sequence[str] = ()
+) -> dict[str, Tensor] | None:
+    """What `factorize` needs to know of the layers' inputs; None for plain factors.
+
+    Args:
+        model: dense.
+        batches: this and the others as for `compress`.
+
+    Raises:
+        ValueError: for unknown factors, or some that need batches without any.
+    """
+    if factors not in ("svd", "whitened", "asvd"):
+        raise ValueError(f"unknown factors {factors!r}: expected 'svd', 'whitened' or 'asvd'")
+    if factors == "svd":
+        return None
     if batches is None:
         raise ValueError(
-            f"factors {kind!r} need batches to see the layers' inputs: give some of the training "
-            "data, or factors 'svd'"
+            f"factors {factors!r} need batches to see the layers' inputs: give some of the "
+            "training data, or factors 'svd'"
         )
-    with Calibration(model, skip, kind) as calibration:
+    with Calibration(model, skip, factors) as calibration:
         run(model, batches)
     return calibration.moments()
+
+
+@torch.no_grad()
+def truncate(model: nn.Module, ranks: Mapping[str, int]) -> nn.Module:
+    """Lower the ranks of a model's low-rank layers, in place.
+
+    Right after `factorize` this drops the smallest singular values. Training mixes them: the
+    factors of a trained model have no such order, so `merge` it and factorise again.
+
+    Args:
+        model: a low-rank model.
+        ranks: by layer name, see `plan_of`; layers that are not named stay as they are.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: before anything is changed, if a name is no low-rank layer, or a rank is not
+            from 1 to that of the layer.
+    """
+    layers = low_rank_layers(model)
+    for name, rank in ranks.items():
+        if name not in layers:
+            raise ValueError(f"{name!r} is no low-rank layer of {type(model).__name__}")
+        now = factors_of(name, layers[name])[0].out_features
+        if not 1 <= rank <= now:
+            raise ValueError(f"rank {rank} for {name}: expected 1 to its rank {now}")
+    for name, rank in ranks.items():
+        u, v = factors_of(name, layers[name])
+        u.weight = nn.Parameter(u.weight[:rank].clone(), u.weight.requires_grad)
+        v.weight = nn.Parameter(v.weight[:, :rank].clone(), v.weight.requires_grad)
+        u.out_features = v.in_features = rank
+    return model
+
+
+def _plans(
+    model: nn.Module,
+    ratios: Sequence[float],
+    ranks: Ranks,
+    moments: Mapping[str, Tensor] | None,
+    skip: Sequence[str],
+    multiple: int,
+) -> dict[float, dict[str, int]]:
+    """The plan of each ratio."""
+    if ranks == "uniform":
+        return {ratio: plan_uniform(model, ratio, skip, multiple) for ratio in ratios}
+    if ranks != "energy":
+        raise ValueError(f"unknown ranks {ranks!r}: expected 'uniform' or 'energy'")
+    shares = energy_shares(model, skip, moments)
+    return {r: plan_energy(model, r, skip, moments, multiple, shares) for r in ratios}

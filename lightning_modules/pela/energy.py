@@ -25,6 +25,7 @@ def plan_energy(
     skip: Sequence[str] = (),
     moments: Mapping[str, Tensor] | None = None,
     multiple: int = 1,
+    shares: Mapping[str, Tensor] | None = None,
 ) -> dict[str, int]:
     """A plan with at most as many parameters as the uniform one, that keeps more energy.
 
@@ -36,6 +37,7 @@ def plan_energy(
         ratio: κ of the uniform plan that sets the budget; at least 1.
         skip: as for `factorize`.
         moments: as for `factorize`: the energy is then that of the layers' outputs.
+        shares: of `energy_shares`, where they are known already: for plans at several ratios.
 
     Returns:
         Ranks by layer name, for `factorize(model, ranks=…)`. The kept energy, summed over layers,
@@ -51,17 +53,8 @@ def plan_energy(
         )
     uniform = plan_uniform(model, ratio, skip, multiple)
     layers = find_layers(model, skip)
-    shares: dict[str, Tensor] = {}
-    for name, layer in layers.items():
-        if layer.weight.is_meta:
-            raise ValueError(f"{name} is on the meta device: energy ranks need the weights")
-        require_moment(name, moments)
-        require_finite(name, layer)
-        moment = None if moments is None else moments[name]
-        energy = singular_values(dense_weight(layer), moment).double() ** 2
-        if energy.sum() == 0:
-            raise ValueError(f"{name}.weight is zero: it has no energy, add {name!r} to skip")
-        shares[name] = (energy / energy.sum()).cpu()
+    if shares is None:
+        shares = energy_shares(model, skip, moments)
     costs = {name: sum(sizes(layer)) for name, layer in layers.items()}
     caps = {n: math.prod(sizes(layer)) // costs[n] for n, layer in layers.items()}
     budget = sum(uniform[name] * costs[name] for name in uniform)
@@ -71,6 +64,29 @@ def plan_energy(
         return sum(float(shares[name][:rank].sum()) for name, rank in plan.items())
 
     return ranks if kept(ranks) >= kept(uniform) else uniform
+
+
+def energy_shares(
+    model: nn.Module, skip: Sequence[str] = (), moments: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """σ²/Σσ² of every layer, decreasing, by name; the arguments are those of `plan_energy`.
+
+    Raises:
+        ValueError: if the model is on the meta device, a weight is zero or not finite, or moments
+            lack a layer.
+    """
+    shares: dict[str, Tensor] = {}
+    for name, layer in find_layers(model, skip).items():
+        if layer.weight.is_meta:
+            raise ValueError(f"{name} is on the meta device: energy ranks need the weights")
+        require_moment(name, moments)
+        require_finite(name, layer)
+        moment = None if moments is None else moments[name]
+        energy = singular_values(dense_weight(layer), moment).double() ** 2
+        if energy.sum() == 0:
+            raise ValueError(f"{name}.weight is zero: it has no energy, add {name!r} to skip")
+        shares[name] = (energy / energy.sum()).cpu()
+    return shares
 
 
 def _spend(

@@ -18,6 +18,7 @@ from lightning_modules.pela import (
     plan_uniform,
 )
 from lightning_modules.pela.calibration import Calibration, run
+from lightning_modules.pela.compress import compress_each, layer_moments, truncate
 from lightning_modules.pela.factorize import product
 from lightning_modules.pela.layers import dense_weight, find_layers
 
@@ -138,3 +139,38 @@ def test_bad_choices():
         assert not low_rank_layers(model)
     with pytest.raises(ValueError, match="unknown kind 'mean' of calibration"):
         Calibration(vit(), kind="mean")
+
+
+@pytest.mark.parametrize("ranks", ["uniform", "energy"])
+@pytest.mark.parametrize("factors", ["svd", "asvd", "whitened"])
+def test_several_ratios_from_one_decomposition(ranks, factors):
+    """What `compress` gives at each ratio; the dense model is left as it was."""
+    torch.manual_seed(0)
+    dense = vit().double()
+    batches = [torch.randn(8, 3, 16, 16, dtype=torch.float64) for _ in range(4)]
+    before = copy.deepcopy(dense.state_dict())
+    moments = layer_moments(dense, batches, factors)
+    several = compress_each(dense, [1.5, 3.0], ranks, moments)
+    assert not low_rank_layers(dense)
+    torch.testing.assert_close(dense.state_dict(), before, rtol=0, atol=0)
+    for ratio, model in several.items():
+        alone = compress(copy.deepcopy(dense), batches, ratio, ranks, factors)
+        assert plan_of(model) == plan_of(alone)
+        assert count_parameters(model) == count_parameters(alone) < count_parameters(dense)
+        torch.testing.assert_close(model(batches[0]), alone(batches[0]))
+        u = next(iter(low_rank_layers(model).values())).u
+        assert u.weight.untyped_storage().nbytes() == u.weight.nbytes  # nothing larger is kept
+
+
+def test_truncate_refuses_before_it_changes_anything():
+    model = factorize(vit(), 2.0)
+    plan = plan_of(model)
+    name, rank = next(iter(plan.items()))
+    for said, ranks in (
+        ("'nowhere' is no low-rank layer of VisionTransformer", {name: 1, "nowhere": 1}),
+        (f"rank {rank + 1} for {name}: expected 1 to its rank {rank}", {name: rank + 1}),
+        (f"rank 0 for {name}", {name: 0}),
+    ):
+        with pytest.raises(ValueError, match=said):
+            truncate(model, ranks)
+        assert plan_of(model) == plan

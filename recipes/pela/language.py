@@ -1,0 +1,297 @@
+"""A pre-trained decoder made smaller without any training: perplexity against the ratio κ.
+
+PELA starts from plain singular values and repairs them. What does the start lose, and what would
+other starts lose at as many parameters: factors that fit the data (ASVD, SVD-LLM's whitening), the
+latter with ranks by energy, and feed-forward neurons pruned by importance (MatFormer's order)?
+Each is calibrated on one text and scored on another. A seed has calibration windows and test
+windows of its own.
+
+    python -m recipes.pela.language                           seconds, on random weights
+    python -m recipes.pela.language --preset small --seeds 3  SmolLM2-135M, see `make weights`
+    python -m recipes.pela.language --preset paper --decoder NAME_OR_FOLDER
+"""
+
+import copy
+import math
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import nn
+
+from datamodules import CorpusData
+from lightning_modules.backbones import build_text
+from lightning_modules.counting import count_parameters
+from lightning_modules.layouts import Cut, feed_forwards
+from lightning_modules.matformer import extract, importance, nest, reorder
+from lightning_modules.pela import plan_uniform
+from lightning_modules.pela.compress import Factors, Ranks, compress_each, layer_moments
+from lightning_modules.pela.layers import find_layers, sizes
+from recipes.claims import Claim, Comparison
+from recipes.experiment import Experiment, Measuring, Run
+from recipes.matformer.language import device, plain, score
+from recipes.messages import console
+from recipes.plots import curves
+from recipes.results import Row, by_seed, provenance, unique
+from recipes.runner import run_experiment
+from recipes.tables import Column, summary, tabulate
+
+ROWS = {
+    "plain": "plain SVD (PELA's factors)",
+    "asvd": "ASVD",
+    "whitened": "whitened (SVD-LLM)",
+    "whitened_energy": "whitened, ranks by energy",
+    "pruned": "neurons pruned by importance",
+}
+LOW_RANK: dict[str, tuple[Factors, Ranks]] = {
+    "plain": ("svd", "uniform"),
+    "asvd": ("asvd", "uniform"),
+    "whitened": ("whitened", "uniform"),
+    "whitened_energy": ("whitened", "energy"),
+}
+
+
+def nats(a: str, b: str, ratio: float, times: float = 1.0) -> Comparison:
+    """That b's perplexity is less than a's at a ratio, `times` b's even."""
+    worse, better = ({"row": row, "x": None if row == "dense" else ratio} for row in (a, b))
+    return Comparison("loss", worse, better, math.log(times), digits=3)
+
+
+GATE = Comparison("loss", "chance", "dense", 3.0)  # the decoder knows the language
+
+CLAIMS = [
+    Claim(
+        "direct",
+        "PELA",
+        "Low rank without repair destroys a decoder: at κ 1.5 its perplexity is ten times the "
+        "dense one's.",
+        "Section 1 has DeiT, 81 → 61 %; the number is of another run here",
+        "45.9 → 6·10⁷",
+        nats("plain", "dense", 1.5, 10),
+        GATE,
+    ),
+    Claim(
+        "whitened factors",
+        "PELA",
+        "Factors that fit the layers' inputs (SVD-LLM) lose less than plain ones, nothing trained.",
+        "not in the paper; the numbers are of another run here, κ 1.5 and 2",
+        "568 against 6·10⁷, 800 against 5·10⁷",
+        [nats("plain", "whitened", 1.5), nats("plain", "whitened", 2.0)],
+        GATE,
+    ),
+    Claim(
+        "no replacement for a repair",
+        "PELA",
+        "Even whitened factors have twice the dense perplexity at κ 1.5: low rank needs a repair.",
+        "not in the paper; the number is of another run here",
+        "568 against 45.9",
+        nats("whitened", "dense", 1.5, 2),
+        GATE,
+    ),
+    *(
+        Claim(
+            f"{better} < {worse}",
+            "PELA",
+            f"{sentence}, nothing trained, κ 1.5 and 2.",
+            "not in the paper",
+            "–",
+            [nats(worse, better, 1.5), nats(worse, better, 2.0)],
+            GATE,
+        )
+        for better, worse, sentence in (
+            ("asvd", "plain", "ASVD's factors lose less than plain ones"),
+            ("whitened", "asvd", "Whitened factors lose less than ASVD's"),
+            ("whitened_energy", "whitened", "Ranks by energy lose less than the same κ everywhere"),
+            ("whitened", "pruned", "Low rank loses less than pruned neurons at equal parameters"),
+        )
+    ),
+]
+
+
+def declare(run: Run) -> None:
+    """A measurement for each kind of calibration, of all ratios."""
+    grid = run.grid("language_grid")
+    given = {"decoder": grid["decoder"], "data": grid["data"], "windows": grid["test_windows"]}
+    if name := run.options.decoder:
+        given["decoder"] = {"architecture": name, "model_args": {}, "pretrained": True}
+        given["data"] = {**grid["data"], "tokenizer": name}
+    rows = run.rows(ROWS, default=grid["rows"])
+    for seed in run.seeds:
+        run.measure("dense", seed, measure_dense, settings=given)
+        for kind in dict.fromkeys(kind_of(row) for row in rows):
+            settings = {
+                "rows": [row for row in rows if kind_of(row) == kind],
+                "ratios": grid["ratios"],
+                "calibration": grid["calibration_windows"],
+            }
+            run.measure(kind, seed, measure_kind, settings={**given, **settings})
+
+
+def kind_of(row: str) -> str:
+    """What a row is calibrated for: rows of one kind share it."""
+    return LOW_RANK[row][0] if row in LOW_RANK else row
+
+
+def measure_dense(m: Measuring) -> Iterator[Row]:
+    """The decoder itself, and what a guess among all tokens would have."""
+    model, data = decoder(m), corpus(m)
+    vocabulary = model.config.vocab_size
+    scores = score({"dense": plain(model)}, windows(data, m), vocabulary)["dense"]
+    for metric in ("loss", "perplexity"):
+        yield Row("dense", metric, scores[metric])
+    yield Row("dense", "parameters", count_parameters(model))
+    yield Row("chance", "loss", math.log(vocabulary))
+
+
+def measure_kind(m: Measuring) -> Iterator[Row]:
+    """Rows of one calibration at every ratio: scores, and how often they agree with the decoder."""
+    model, data = decoder(m), corpus(m)
+    rows, ratios, batches = m.settings["rows"], m.settings["ratios"], calibration(data, m)
+    kind = kind_of(rows[0])
+    moments = None if kind == "pruned" else layer_moments(model, batches, LOW_RANK[rows[0]][0])
+    for row in rows:
+        if kind == "pruned":
+            smaller = prune_each(model, ratios, batches)
+        else:
+            smaller = compress_each(model, ratios, LOW_RANK[row][1], moments)
+        named = {f"{ratio:g}": plain(one) for ratio, one in smaller.items()}
+        scores = score({"dense": plain(model), **named}, windows(data, m), model.config.vocab_size)
+        for ratio, one in smaller.items():
+            for metric in ("loss", "perplexity", "agreement", "kl"):
+                yield Row(row, metric, scores[f"{ratio:g}"][metric], x=ratio)
+            yield Row(row, "parameters", count_parameters(one), x=ratio)
+
+
+def decoder(m: Measuring) -> Any:
+    """The dense model; random weights are drawn by the seed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(m.seed)
+        model = build_text(task="causal", **m.settings["decoder"])
+    return model.to(device()).eval()
+
+
+def corpus(m: Measuring) -> CorpusData:
+    """Both texts."""
+    return CorpusData(**m.settings["data"], seed=m.seed)
+
+
+def calibration(data: CorpusData, m: Measuring) -> list[dict[str, Any]]:
+    """Windows of the text to calibrate on, drawn by the seed."""
+    blocks: Any = data.samples("train")
+    order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(m.seed))
+    chosen = order[: m.settings["calibration"]].tolist()
+    return [{"input_ids": blocks[k]["input_ids"][None], "use_cache": False} for k in chosen]
+
+
+def windows(data: CorpusData, m: Measuring) -> list[dict[str, torch.Tensor]]:
+    """The seed's windows of the test text, of which no other seed has one while they last."""
+    samples: Any = data.samples("test")
+    count = m.settings["windows"] or len(samples)
+    places = [(m.seed * count + k) % len(samples) for k in range(min(count, len(samples)))]
+    return [{name: x[None] for name, x in samples[place].items()} for place in places]
+
+
+@torch.no_grad()
+def prune_each(
+    model: nn.Module, ratios: Sequence[float], batches: list[dict[str, Any]]
+) -> dict[float, nn.Module]:
+    """Copies with fewer feed-forward neurons, at most as large as the low-rank model of each κ.
+
+    The least important neurons go, as many in each layer. Ratios that would leave none are left
+    out.
+    """
+    model = copy.deepcopy(model)
+    reorder(model, importance(model, batches, "ffn"))
+    layers = feed_forwards(model)
+    neurons = layers[0].units
+    each = sum(
+        per_neuron(cut, layer.module.get_submodule(cut.path))
+        for layer in layers
+        for cut in layer.cuts
+    )
+    shapes = {name: sizes(layer) for name, layer in find_layers(model).items()}
+    widths = {}
+    for ratio in ratios:
+        plan = plan_uniform(model, ratio)
+        saved = sum(i * o - plan[name] * (i + o) for name, (i, o) in shapes.items())
+        if (width := neurons - math.ceil(saved / each)) > 0:
+            widths[ratio] = width
+    kept = sorted(set(widths.values()))
+    nest(model, [*(width / neurons for width in kept), 1.0])
+    return {ratio: extract(model, kept.index(width)) for ratio, width in widths.items()}
+
+
+def per_neuron(cut: Cut, child: Any) -> int:
+    """Parameters of one hidden neuron in a linear layer that makes or reads it."""
+    bias = child.bias.numel() if cut.dim == 0 and child.bias is not None else 0
+    return (child.weight.numel() + bias) // cut.units
+
+
+def report(table: pd.DataFrame, run: Run) -> list[str]:
+    """Perplexity, loss and agreement by ratio."""
+    grid = run.grid("language_grid")
+    ratios = unique(table.dropna(subset=["x"]), "x")
+
+    def by_ratio(metric: str, **settings: Any) -> str:
+        columns = [Column(f"κ {x:g}", metric, {"x": x}, **settings) for x in ratios]
+        shown = tabulate(table, ROWS, columns)
+        shown.show(metric)
+        return shown.markdown()
+
+    curves(
+        table,
+        run.out / "loss.png",
+        "loss",
+        titles={**ROWS, "dense": "dense", "chance": "a guess"},
+        baselines=["dense", "chance"],
+        xlabel="ratio κ: layers keep 1/κ of their parameters",
+        ylabel="loss, nats a token",
+    )
+    name = run.options.decoder or grid["decoder"]["architecture"]
+    note = "" if run.options.decoder or not grid["note"] else f" ({grid['note']})"
+    scored = grid["test_windows"] or "all"
+    dense, loss, size = (
+        by_seed(table, n, {"row": "dense"}) for n in ("perplexity", "loss", "parameters")
+    )
+    return [
+        f"# A decoder at low rank without training, preset {run.preset}",
+        provenance(run.command, table),
+        f"{name}{note}: {size.mean():,.0f} parameters, {summary(loss, digits=3)} nats a token, "
+        f"perplexity {summary(dense, spread='range')}. A seed calibrates on "
+        f"{grid['calibration_windows']} windows of its own (of {grid['data']['length']} tokens; at "
+        f"most as many as there are) and scores {scored} of another text. Nothing is trained.",
+        "Perplexity, median over seeds and range:",
+        by_ratio("perplexity", spread="range"),
+        "Loss less that of plain SVD, in nats a token:",
+        by_ratio("loss", digits=3, reference="plain"),
+        "How often the most likely token is the dense decoder's, %:",
+        by_ratio("agreement", scale=100),
+        "Parameters, embeddings included:",
+        by_ratio("parameters", digits=0, spread=""),
+        "![loss by ratio](loss.png)",
+    ]
+
+
+def options(parser: ArgumentParser) -> None:
+    """Another decoder."""
+    parser.add_argument(
+        "--decoder",
+        metavar="NAME_OR_FOLDER",
+        help="a causal language model of transformers, with its tokenizer, instead of the preset's",
+    )
+
+
+EXPERIMENT = Experiment(
+    "pela.language", __file__, "language_grid", __doc__ or "", declare, report, options
+)
+
+
+def main(argv: list[str] | None = None) -> Run:
+    """Run the experiment."""
+    return run_experiment(EXPERIMENT, argv)
+
+
+if __name__ == "__main__":
+    console(main)
