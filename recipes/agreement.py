@@ -5,9 +5,24 @@ from pathlib import Path
 from typing import Any
 
 import timm
+import torch
 from jsonargparse import Namespace
 
+Statistics = dict[str, tuple[float, ...]]
+HALF: Statistics = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
+DATA = "description"  # of a DataModule's state in a checkpoint
+RANDOM = "weights: random"
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json")
+
+
+def agree(settings: Namespace) -> None:
+    """Fill in what the data take over from the model.
+
+    Args:
+        settings: of a stage, parsed; changed in place.
+    """
+    imply_tokenizer(settings)
+    imply_normalisation(settings)
 
 
 def imply_tokenizer(settings: Namespace) -> None:
@@ -24,34 +39,96 @@ def imply_tokenizer(settings: Namespace) -> None:
         data["tokenizer"] = architecture
 
 
+def imply_normalisation(settings: Namespace) -> None:
+    """Normalise images as a pre-trained model's were, where the data do not say how; else to ±1.
+
+    Args:
+        settings: of a stage, parsed; changed in place.
+    """
+    data, model = _arguments(settings, "data"), _arguments(settings, "model")
+    if data is None or "mean" not in data:
+        return
+    pretrained = model is not None and model.get("pretrained")
+    trained = (_statistics(_architecture(settings)) if pretrained else None) or HALF
+    for key, value in trained.items():
+        if data[key] is None:
+            data[key] = value
+
+
 def other_normalisation(settings: Namespace) -> str | None:
-    """A sentence if images are normalised otherwise than a pre-trained model was trained with.
+    """A sentence if images are normalised otherwise than those that the weights were trained on.
 
     Args:
         settings: of a stage, parsed.
     """
     data, model = _arguments(settings, "data"), _arguments(settings, "model")
-    if data is None or model is None or "mean" not in data or not model.get("pretrained"):
+    if data is None or model is None or data.get("mean") is None:
         return None
-    trained = _statistics(_architecture(settings))
+    source, trained = _architecture(settings), None
+    if model.get("init_from"):
+        source = str(model["init_from"])
+        trained = _statistics_of_file(Path(source))
+    elif model.get("pretrained"):
+        trained = _statistics(source)
     given = {key: tuple(data[key]) for key in ("mean", "std")}
     if trained is None or trained == given:
         return None
     flags = " ".join(f"--data.{key} {list(value)}" for key, value in trained.items())
     return (
-        f"{_architecture(settings)} was trained on images with mean {trained['mean']} and standard "
-        f"deviation {trained['std']}, but the data have {given['mean']} and {given['std']}: {flags}"
+        f"{source} was trained on images with mean {trained['mean']} and standard deviation "
+        f"{trained['std']}, but the data have {given['mean']} and {given['std']}: {flags}"
     )
 
 
-def _statistics(architecture: str) -> dict[str, tuple[float, ...]] | None:
+def weights_of(settings: Namespace) -> str | None:
+    """A sentence on where a model's weights come from; None if it has no setting for that.
+
+    Args:
+        settings: of a stage, parsed.
+    """
+    model = _arguments(settings, "model")
+    known = [name for name in ("pretrained", "init_from") if model is not None and name in model]
+    if not known:
+        return None
+    if model.get("init_from"):
+        return f"weights: {model['init_from']}"
+    if model.get("pretrained"):
+        return f"weights: {_architecture(settings)}"
+    names = " nor ".join(f"model.{name}" for name in known)
+    return f"{RANDOM}, since {'neither ' if known[1:] else 'no '}{names} is given"
+
+
+def _statistics(architecture: str) -> Statistics | None:
+    """Of the images that a pre-trained model of timm has seen; None if it is not known."""
     folder = architecture.removeprefix("local-dir:")
     if folder != architecture:
-        file = Path(folder, "config.json")
-        known = json.loads(file.read_text()).get("pretrained_cfg", {}) if file.is_file() else {}
-    else:
-        known = timm.get_pretrained_cfg(architecture) if timm.is_model(architecture) else None
-        known = known.to_dict() if known is not None else {}
+        return _of_folder(Path(folder))
+    known = timm.get_pretrained_cfg(architecture) if timm.is_model(architecture) else None
+    return None if known is None else _mean_and_std(known.to_dict())
+
+
+def _statistics_of_file(source: Path) -> Statistics | None:
+    """Of the images that a checkpoint, or a folder that timm reads, was trained on."""
+    if source.is_dir():
+        return _of_folder(source)
+    if source.suffix != ".ckpt" or not source.is_file():
+        return None
+    try:
+        content = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:  # whatever is wrong with it, loading the weights says it
+        return None
+    states = content.values() if isinstance(content, dict) else ()
+    described = [one[DATA] for one in states if isinstance(one, dict) and DATA in one]
+    return _mean_and_std(described[0].get("transform", {})) if described else None
+
+
+def _of_folder(folder: Path) -> Statistics | None:
+    file = folder / "config.json"
+    known = json.loads(file.read_text()) if file.is_file() else {}
+    return _mean_and_std(known.get("pretrained_cfg", {}))
+
+
+def _mean_and_std(known: dict[str, Any]) -> Statistics | None:
     if "mean" not in known or "std" not in known:
         return None
     return {key: tuple(known[key]) for key in ("mean", "std")}

@@ -24,12 +24,17 @@ import torch
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import (
+    ArgsType,
+    LightningArgumentParser,
+    LightningCLI,
+    SaveConfigCallback,
+)
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from callbacks.seeding import SeedEveryStep
-from recipes.agreement import imply_tokenizer, other_normalisation
+from recipes.agreement import RANDOM, agree, other_normalisation, weights_of
 from recipes.messages import shortened
 
 PAPER = "paper"  # the name of a file without any of its presets
@@ -57,6 +62,23 @@ class WrongSetting(ValueError):
     """jsonargparse's message, in which those of the parsers of classes are nested."""
 
 
+class SaveConfig(SaveConfigCallback):
+    """Writes config.yaml beside the curves; where no logger has a folder, beside the checkpoints.
+
+    Lightning's own writes it into the current folder then.
+    """
+
+    def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Write it, on the first rank."""
+        logs = [one for one in trainer.loggers if isinstance(one, CSVLogger | TensorBoardLogger)]
+        named = getattr(trainer.checkpoint_callback, "dirpath", None)
+        folder = Path(named or Path(trainer.default_root_dir, "checkpoints"))
+        if logs:
+            folder = Path(logs[0].log_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.parser.save(self.config, folder / "config.yaml", skip_unset=False, overwrite=True)
+
+
 class RecipeCLI(LightningCLI):
     """Lightning's command line, with what every recipe has in common.
 
@@ -81,7 +103,8 @@ class RecipeCLI(LightningCLI):
             auto_configure_optimizers=False,
             # it would put every argument, init_from too, into the checkpoint's hyperparameters
             load_from_checkpoint_support=False,
-            save_config_kwargs={"overwrite": True},
+            save_config_callback=SaveConfig,
+            save_config_kwargs={"save_to_log_dir": False},
             parser_class=Parser,
             parser_kwargs={"prog": "python -m recipes", "description": f"{SUMMARY} {USAGE}"},
             args=args,
@@ -108,9 +131,12 @@ class RecipeCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Let model and data agree, or say where they do not."""
         settings = self.config.get(self.subcommand, self.config)
-        imply_tokenizer(settings)
+        agree(settings)
         if said := other_normalisation(settings):
             rank_zero_warn(said)
+        start = weights_of(settings) or ""
+        if self.subcommand == "fit" and not settings.ckpt_path and start.startswith(RANDOM):
+            rank_zero_info(start)
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Let last.ckpt be the last checkpoint with `monitor` too.
@@ -154,6 +180,9 @@ class _ParseOnly(RecipeCLI):
     def _set_seed(self) -> None:
         """Leave the generators alone."""
 
+    def before_instantiate_classes(self) -> None:
+        """Say nothing."""
+
     def instantiate_classes(self) -> None:
         """Stop before anything is built."""
 
@@ -179,7 +208,7 @@ def parse(path: str | Path, preset: str = PAPER, overrides: Sequence[str] = ()) 
 def _parse(texts: tuple[str, ...], overrides: tuple[str, ...]) -> Namespace:
     configs = [part for text in texts for part in ("-c", text)]
     settings = _ParseOnly(["fit", *configs, *overrides]).config["fit"]
-    imply_tokenizer(settings)
+    agree(settings)
     return settings
 
 

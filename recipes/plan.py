@@ -28,6 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from datamodules.images import ImageData
 from recipes import cli
+from recipes.agreement import weights_of
 from recipes.records import type_of
 from recipes.tables import Table
 
@@ -330,7 +331,7 @@ def files(path: str, preset: str, overrides: Sequence[str], verify: bool = False
         verify: read every image.
     """
     settings = cli.parse(path, preset, overrides)
-    data, model = settings.data, settings.model.init_args
+    data = settings.data
     name = data.class_path.rpartition(".")[2]
     try:
         module = type_of(data)(**data.init_args.as_dict())
@@ -341,13 +342,11 @@ def files(path: str, preset: str, overrides: Sequence[str], verify: bool = False
             lines += [f"missing: {reason}" for reason in module.unreadable()]
     except (OSError, ValueError) as error:
         lines = [f"missing: {error}"]
-    start = model.get("init_from")
+    start = settings.model.init_args.get("init_from")
     if start and not Path(start).exists():
         lines.append(f"missing: model.init_from {start} is not there")
-    elif start or model.get("pretrained"):
-        lines.append(f"weights: {start or model.get('architecture')}")
-    else:
-        lines.append("weights: random, since neither model.pretrained nor model.init_from is given")
+    elif said := weights_of(settings):
+        lines.append(said)
     return lines
 
 

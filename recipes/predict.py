@@ -341,4 +341,5 @@ def main(argv: Sequence[str] | None = None) -> None:
     write_whole(file, table.to_csv(index=False))
     cells = table.head(SHOWN).astype(str).replace("nan", "").to_numpy().tolist()
     more = [f"{len(table) - SHOWN} more are in the file"] if len(table) > SHOWN else []
-    Table(list(table.columns), cells, more).show(f"{len(table)} predictions: {file}")
+    count = f"{len(table):,} prediction{'s' if len(table) > 1 else ''}"
+    Table(list(table.columns), cells, more).show(f"{count}: {file}")

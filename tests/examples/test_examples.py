@@ -12,6 +12,9 @@ import transformers
 from PIL import Image
 
 from datamodules.tokens import train_tokenizer
+from recipes.matformer.matvit import EXPERIMENT
+from recipes.nodes import LAST
+from recipes.runner import command_line
 
 ROOT = Path(__file__).resolve().parents[2]
 COLORS = {"blue": (20, 30, 220), "red": (220, 20, 30)}
@@ -66,6 +69,31 @@ def test_own_text(tmp_path):
     assert json.loads((folder / "adapter" / "manifest.json").read_text())["rank"] == 256
 
 
-@pytest.mark.parametrize("example", ["own_images", "own_text"])
+def test_digits_are_those_of_the_demo(tmp_path, monkeypatch):
+    """What `make demo` predicts is held out from the very run whose checkpoint it names."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import digits
+
+    digits.main(str(tmp_path))
+    files = {part: list((tmp_path / part).rglob("*.png")) for part in ("train", "val", "new")}
+    assert {part: len(paths) for part, paths in files.items()} == {
+        "train": 1298, "val": 479, "new": 20,
+    }  # fmt: skip
+    shown = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True).stdout
+    *_, trained, written, predicted, exported = shown.splitlines()
+    assert "examples/digits.py runs/digits" in written
+    (picture,) = [one for one in predicted.split() if one.endswith(".png")]
+    assert tmp_path / picture.removeprefix("runs/digits/") in files["new"]
+    run = command_line(EXPERIMENT, trained.partition("matvit ")[2].split())
+    EXPERIMENT.declare(run)
+    checkpoint = run.out / "seed0" / "matvit" / LAST
+    assert checkpoint.parents[1] in run.nodes
+    assert str(checkpoint) in predicted.split() and str(checkpoint) in exported.split()
+    pixels = np.array(Image.open(tmp_path / picture.removeprefix("runs/digits/")))[..., 0]
+    held_out = run.datamodule("matvit").val_set.items
+    assert any(np.array_equal(pixels, source) and label == 7 for source, label in held_out)
+
+
+@pytest.mark.parametrize("example", ["own_images", "own_text", "digits"])
 def test_readme_names_it(example):
     assert f"examples/{example}.py" in (ROOT / "README.md").read_text()

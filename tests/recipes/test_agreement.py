@@ -12,7 +12,8 @@ from transformers import BertConfig, BertTokenizerFast
 from datamodules.image_folders import ImageFolderData
 from datamodules.tables import read_table
 from lightning_modules.optim import with_schedule
-from recipes.agreement import other_normalisation
+from recipes import cli
+from recipes.agreement import RANDOM, other_normalisation, weights_of
 from recipes.cli import parse
 from recipes.plan import files
 
@@ -45,23 +46,83 @@ class TestTokenizer:
         assert parse(TEXT, overrides=flags).data.init_args.tokenizer is None
 
 
+def transform(*flags):
+    """Mean and standard deviation of a parsed stage's data."""
+    data = parse(FOLDER, overrides=list(flags)).data.init_args
+    return tuple(data.mean), tuple(data.std)
+
+
 class TestNormalisation:
     weights = ("--model.pretrained=true", "--model.architecture=vit_small_patch16_dinov3")
+    other = ("--data.mean=[0.5,0.5,0.5]", "--data.std=[0.5,0.5,0.5]")
+
+    def test_follows_pre_trained_weights_where_nothing_else_is_said(self):
+        assert transform(*self.weights) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+        assert transform(*self.weights, self.other[0])[0] == (0.5, 0.5, 0.5)
+        assert other_normalisation(parse(FOLDER, overrides=[*self.weights])) is None
 
     def test_another_than_the_weights_is_said_with_the_cure(self):
-        said = other_normalisation(parse(FOLDER, overrides=[*self.weights]))
+        said = other_normalisation(parse(FOLDER, overrides=[*self.weights, *self.other]))
         assert said and "--data.mean [0.485, 0.456, 0.406]" in said and "(0.5, 0.5, 0.5)" in said
-        cured = ["--data.mean=[0.485,0.456,0.406]", "--data.std=[0.229,0.224,0.225]"]
-        assert other_normalisation(parse(FOLDER, overrides=[*self.weights, *cured])) is None
 
     def test_random_weights_know_none(self):
-        assert other_normalisation(parse(FOLDER, overrides=[self.weights[1]])) is None
+        assert transform(self.weights[1]) == ((0.5, 0.5, 0.5),) * 2
+        assert other_normalisation(parse(FOLDER, overrides=[self.weights[1], *self.other])) is None
 
     def test_a_local_folder_says_its_own(self, tmp_path):
         cfg = {"mean": [0.1, 0.2, 0.3], "std": [1, 1, 1]}
         (tmp_path / "config.json").write_text(json.dumps({"pretrained_cfg": cfg}))
         flags = ["--model.pretrained=true", f"--model.architecture=local-dir:{tmp_path}"]
-        assert "mean (0.1, 0.2, 0.3)" in str(other_normalisation(parse(FOLDER, overrides=flags)))
+        assert transform(*flags) == ((0.1, 0.2, 0.3), (1, 1, 1))
+        said = other_normalisation(parse(FOLDER, overrides=[*flags, *self.other]))
+        assert "mean (0.1, 0.2, 0.3)" in str(said)
+        start = parse(FOLDER, overrides=[f"--model.init_from={tmp_path}"])
+        assert "mean (0.1, 0.2, 0.3)" in str(other_normalisation(start))
+
+    def test_a_checkpoint_says_what_it_was_trained_on(self, tmp_path):
+        described = {"transform": {"mean": [0.4, 0.4, 0.3], "std": [0.5, 0.5, 0.5]}}
+        file = tmp_path / "last.ckpt"
+        torch.save({"state_dict": {}, "Data": {"description": described}}, file)
+        start = f"--model.init_from={file}"
+        said = other_normalisation(parse(FOLDER, overrides=[start]))
+        assert said and "--data.mean [0.4, 0.4, 0.3]" in said and str(file) in said
+        same = [start, "--data.mean=[0.4,0.4,0.3]"]
+        assert other_normalisation(parse(FOLDER, overrides=same)) is None
+        file.write_bytes(b"broken")  # which is for the loading of the weights to say
+        assert other_normalisation(parse(FOLDER, overrides=[start])) is None
+
+
+def test_where_weights_come_from():
+    here = weights_of(parse(FOLDER))
+    assert here == f"{RANDOM}, since neither model.pretrained nor model.init_from is given"
+    assert weights_of(parse(FOLDER, overrides=["--model.init_from=a.ckpt"])) == "weights: a.ckpt"
+    named = weights_of(parse(FOLDER, overrides=["--model.pretrained=true"]))
+    assert named == "weights: vit_small_patch16_224"
+
+
+class Begins(cli.RecipeCLI):
+    """A stage up to where its classes would be built."""
+
+    def instantiate_classes(self):
+        pass
+
+    def _run_subcommand(self, subcommand):
+        pass
+
+
+def test_a_training_from_random_weights_says_so_when_it_starts(monkeypatch):
+    said = []
+    monkeypatch.setattr(cli, "rank_zero_info", said.append)
+    for verb, flags, count in (
+        ("fit", [], 1),
+        ("fit", ["--model.init_from=a.ckpt"], 1),
+        ("fit", ["--ckpt_path=last.ckpt"], 1),
+        ("validate", [], 1),
+        ("fit", ["--data.batch_size=2"], 2),
+    ):
+        Begins([verb, "-c", str(FOLDER), *flags])
+        assert len(said) == count
+    assert all(one.startswith("weights: random, since neither") for one in said)
 
 
 def test_a_warm_up_longer_than_the_run_is_said():

@@ -2,8 +2,17 @@
 
 import csv
 
+import pytest
+from lightning.pytorch.loggers.logger import DummyLogger
+
 from recipes import cli
 from tests.recipes.stage_runs import RECIPES
+
+
+class WithoutFolder(DummyLogger):
+    """Says "." of its folder, as that of Weights & Biases does."""
+
+    save_dir = "."
 
 
 def fit(folder, *options):
@@ -33,6 +42,19 @@ def test_a_logger_that_is_named_is_the_only_one(tmp_path):
         f"--trainer.logger.save_dir={tmp_path}", "--trainer.logger.name=own")  # fmt: skip
     assert (tmp_path / "own" / "version_0" / "metrics.csv").is_file()
     assert not (tmp_path / "lightning_logs").exists()
+
+
+@pytest.mark.parametrize("logger", ["false", f"{__name__}.WithoutFolder"])
+def test_without_a_log_the_settings_lie_beside_the_checkpoints(scratch, logger):
+    """Lightning's own callback writes config.yaml into the current folder then."""
+    flags = ["--trainer.max_epochs=1", f"--trainer.logger={logger}"]
+    flags.append("--trainer.default_root_dir=null")
+    fit("run", *flags, "--checkpoint.dirpath=run")
+    assert sorted(path.name for path in scratch.iterdir()) == ["run"]
+    assert (scratch / "run" / "config.yaml").is_file()
+    fit("run", *flags, "--checkpoint.dirpath=null")
+    assert (scratch / "checkpoints" / "config.yaml").is_file()
+    assert sorted(path.name for path in scratch.iterdir()) == ["checkpoints", "run"]
 
 
 def test_early_stopping_and_the_learning_rate_by_flags(tmp_path):
