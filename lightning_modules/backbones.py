@@ -73,6 +73,10 @@ def build_text(
         pretrained: with the weights of that name or folder, in float32; random otherwise.
         quantize: hold pre-trained weights in 4 or 8 bits (bitsandbytes, CUDA).
 
+    Returns:
+        The model; where it is pre-trained, its `at_random` has the names of the parameters that
+        the weights do not give, such as those of a new head.
+
     Raises:
         OSError: if there is no such name or folder.
         ValueError: if a model type, which has no weights, is to be pre-trained, or weights that
@@ -103,7 +107,11 @@ def build_text(
         )
         loading = {"quantization_config": bits, "dtype": torch.bfloat16}
     # it comes in eval mode, which Lightning would keep: training would be without dropout
-    return kind.from_pretrained(architecture, **loading, **model_args).train()
+    model, said = kind.from_pretrained(
+        architecture, output_loading_info=True, **loading, **model_args
+    )
+    model.at_random = frozenset(said["missing_keys"])
+    return model.train()
 
 
 def match_tokenizer(model: Any, trainer: Any) -> None:

@@ -157,7 +157,7 @@ def load_completely(
     cure: str,
     required: str = "",
     optional: Sequence[str] = (),
-) -> None:
+) -> LoadReport:
     """`load_weights`, of which nothing may be missing but BERT's pooler and what need not be there.
 
     Args:
@@ -182,6 +182,7 @@ def load_completely(
         raise ValueError(
             f"{source} does not fit {type(model).__name__}: {', '.join(lacking[:4])}; {cure}"
         )
+    return report
 
 
 def refuse_another_model(

@@ -132,7 +132,8 @@ class FineTuning(L.LightningModule):
             if self.pretrained:
                 load_weights(self.model, self.init_from)
             else:
-                load_completely(self.model, self.init_from, NOT_MERGED, optional=self.heads)
+                given = load_completely(self.model, self.init_from, NOT_MERGED, optional=self.heads)
+                self.model.at_random = frozenset(given.missing)  # type: ignore[assignment]
         self._adapt(self.model)
         if self.device_mesh is not None:
             shard(self.model, self.device_mesh["data_parallel"])
@@ -271,7 +272,14 @@ class FineTuning(L.LightningModule):
             )
 
     def _frozen(self) -> dict[str, Tensor]:
-        """The parameters that do not train, by all their names: an output layer may be tied."""
+        """The parameters that the base has again: all that do not train, by all their names.
+
+        An output layer may be tied. What was drawn at random, such as the pooler of a checkpoint
+        that comes without, is in no base.
+        """
         assert self.model is not None
+        drawn: Any = getattr(self.model, "at_random", ())
         named = self.model.named_parameters(remove_duplicate=False)
-        return {f"model.{name}": p for name, p in named if not p.requires_grad}
+        return {
+            f"model.{name}": p for name, p in named if not p.requires_grad and name not in drawn
+        }

@@ -1,11 +1,13 @@
 """What APET's experiments share: one model tuned on one task by one method, and its score."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from argparse import ArgumentParser
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from recipes.experiment import Measurement, Run, Stage
-from recipes.vera.methods import measure_majority, measure_score
+from recipes.methods import measure_majority, measure_score
+from recipes.records import Finished
 
 METHODS = {
     "majority": "majority class",
@@ -29,6 +31,30 @@ VARIED = (
 GRID = "apet_grid"
 
 
+def options(parser: ArgumentParser, names: Sequence[str] = ("models", "tasks")) -> None:
+    """What APET's experiments take on their command lines."""
+    for name in names:
+        text = f"only these {name} of {GRID}.yaml"
+        parser.add_argument(f"--{name}", default=[], type=_names, metavar="A,B", help=text)
+
+
+def chosen(run: Run, what: str, known: Iterable[str]) -> list[str]:
+    """Those of an experiment's models or tasks that its flag names; without it all.
+
+    Raises:
+        ValueError: if the flag names another.
+    """
+    known = list(known)
+    given = getattr(run.options, what)
+    if unknown := [name for name in given if name not in known]:
+        raise ValueError(f"--{what} has {unknown[0]!r}: expected some of {', '.join(known)}")
+    return [name for name in known if not given or name in given]
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
 @dataclass(frozen=True)
 class Cell:
     """One training of an experiment's grid.
@@ -38,6 +64,7 @@ class Cell:
         row: the method's name, or another for the table.
         settings: the method's.
         seed: of the training.
+        like: the cell whose trials say the learning rate; itself when None.
     """
 
     model: str
@@ -45,11 +72,17 @@ class Cell:
     row: str
     settings: Mapping[str, Any]
     seed: int
+    like: "Cell | None" = None
 
     @property
     def set(self) -> str:
         """In the table: task and model."""
         return f"{self.task}, {self.model}"
+
+    @property
+    def name(self) -> str:
+        """Of the cell's folder."""
+        return f"{self.task} {self.model} {self.row}"
 
 
 def of_method(grid: Mapping[str, Any], method: str) -> dict[str, Any]:
@@ -62,8 +95,31 @@ def at_random(budget: int, seed: int) -> dict[str, Any]:
     return {"model.method": "apet", "model.method_args": {"budget": budget, "seed": seed}}
 
 
-def train(run: Run, grid: Mapping[str, Any], cell: Cell) -> Stage:
-    """Declare a training; its learning rate is the best of the grid's on the held-out part."""
+def train(run: Run, grid: Mapping[str, Any], cell: Cell) -> list[Stage]:
+    """Declare the trainings of a cell, of which the best on the held-out part counts.
+
+    With several learning rates in the grid, seed 0 trains with each, and these trials are its
+    trainings; another seed, and a cell that is `like` another, train with the best one alone.
+    """
+    config, varied, settings = _settings(grid, cell)
+    rates = [settings.pop("model.lr")] if "model.lr" in settings else grid["rates"][config]
+    if len(rates) == 1:
+        settings["model.lr"] = rates[0]
+        return [run.stage(cell.name, config, cell.seed, varied, settings)]
+    first = replace(cell.like or cell, seed=0, like=None)
+    _, tried, _ = _settings(grid, first)
+    trials = [
+        run.stage(f"{first.name} lr {rate:g}", config, 0, {**tried, "model.lr": rate}, settings)
+        for rate in rates
+    ]
+    if replace(cell, like=None) == first:
+        return trials
+    settings |= run.best(trials, f"val/{grid['metrics'][cell.task]}", ["model.lr"])
+    return [run.stage(cell.name, config, cell.seed, varied, settings)]
+
+
+def _settings(grid: Mapping[str, Any], cell: Cell) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Of a cell: the stage file, what makes it the row that it is, and what flags may change."""
     model, task = grid["models"][cell.model], dict(grid["tasks"][cell.task])
     words, config = task.pop("words"), model["config"]
     no_budget = {"model.method_args": None}  # the stage file's is of method apet
@@ -71,38 +127,33 @@ def train(run: Run, grid: Mapping[str, Any], cell: Cell) -> Stage:
     if config == "decoder":
         settings["data.label_words"] = words
     varied = {key: settings.pop(key) for key in VARIED if key in settings}
-    rates = grid["rates"][config]
-    if "model.lr" not in settings and len(rates) == 1:
-        settings["model.lr"] = rates[0]
-    elif "model.lr" not in settings:
-        trials = [
-            run.stage(
-                f"{name_of(cell)} lr {rate:g}", config, 0, {**varied, "model.lr": rate}, settings
-            )
-            for rate in rates
-        ]
-        settings |= run.best(trials, f"val/{grid['metrics'][cell.task]}", ["model.lr"])
-    return run.stage(name_of(cell), config, cell.seed, varied, settings)
+    return config, varied, settings
 
 
 def score(run: Run, grid: Mapping[str, Any], cell: Cell) -> Measurement:
-    """Declare a training and the measurement of its score."""
+    """Declare a cell's trainings and the measurement of its score."""
     scoring = {"set": cell.set, "metric": grid["metrics"][cell.task], "part": grid["part"]}
-    nodes, settings = {"stage": train(run, grid, cell)}, {**scoring, "row": cell.row}
-    return run.measure(f"{name_of(cell)} score", cell.seed, measure_score, nodes, settings)
+    nodes = {f"stage {place}": stage for place, stage in enumerate(train(run, grid, cell))}
+    settings = {**scoring, "row": cell.row}
+    return run.measure(f"{cell.name} score", cell.seed, measure_score, nodes, settings)
 
 
 def majority(run: Run, grid: Mapping[str, Any], cell: Cell) -> Measurement:
     """Declare the measurement of guessing the commonest class, on the data of a cell."""
     scoring = {"set": cell.set, "metric": grid["metrics"][cell.task], "part": grid["part"]}
-    nodes = {"stage": train(run, grid, cell)}
+    nodes = {"stage": train(run, grid, cell)[0]}
     name = f"{cell.task} {cell.model} majority"
     return run.measure(name, cell.seed, measure_majority, nodes, scoring)
 
 
-def name_of(cell: Cell) -> str:
-    """Of the cell's folder."""
-    return f"{cell.task} {cell.model} {cell.row}"
+def points(nodes: Mapping[str, Finished]) -> dict[str, float]:
+    """The scores that measurements have found, in points, by the measurements' names."""
+    return {name: 100 * values_of(node)["score"] for name, node in nodes.items()}
+
+
+def values_of(node: Finished) -> dict[str, float]:
+    """What one measurement has found, by metric."""
+    return dict(zip(node.rows["metric"], node.rows["value"], strict=True))
 
 
 def cells(

@@ -14,11 +14,12 @@ from collections.abc import Iterator
 import lightning as L
 import pandas as pd
 
-from recipes.apet.cells import GRID, METHODS, cells, majority, train
+from recipes.apet.cells import GRID, METHODS, cells, chosen, majority, options, train
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
-from recipes.records import type_of
+from recipes.methods import best_of
+from recipes.records import Finished, type_of
 from recipes.results import Row, provenance
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
@@ -31,26 +32,37 @@ def declare(run: Run) -> None:
     grid = run.grid(GRID)
     settings = grid["transfer"]
     grid["tasks"] = {**grid["tasks"], **settings.get("more", {})}
-    model, tasks = settings["model"], settings["tasks"]
+    model, tasks = settings["model"], chosen(run, "tasks", settings["tasks"])
     for seed in run.seeds:
         for method in run.rows(settings["methods"]):
             stages = {
-                cell.task: train(run, grid, cell)
+                f"{cell.task} {place}": stage
                 for cell in cells(grid, [model], tasks, [method], seed)
+                for place, stage in enumerate(train(run, grid, cell))
             }
-            given = {"row": method}
+            given = {"row": method, "metrics": {task: grid["metrics"][task] for task in tasks}}
             run.measure(f"{method} transfer", seed, measure_transfer, stages, given)
         for cell in cells(grid, [model], tasks, settings["methods"][:1], seed):
             majority(run, grid, cell)
 
 
 def measure_transfer(m: Measuring) -> Iterator[Row]:
-    """Accuracy of each source's model on each target's test part."""
-    for source, stage in m.stages.items():
+    """Accuracy of each source's model on each target's test part.
+
+    Settings: `row` in the table; `metrics` of the tasks, by which the best of several trainings on
+    a task is taken.
+    """
+    trials: dict[str, list[Finished]] = {}
+    for name, trial in m.stages.items():
+        trials.setdefault(name.rpartition(" ")[0], []).append(trial)
+    stages = {
+        task: best_of(several, m.settings["metrics"][task]) for task, several in trials.items()
+    }
+    for source, stage in stages.items():
         module = type_of(stage.settings.model).load_from_checkpoint(
             stage.checkpoint, map_location="cpu"
         )
-        for target, other in m.stages.items():
+        for target, other in stages.items():
             trainer = L.Trainer(
                 accelerator="auto", devices=1, logger=False, enable_progress_bar=False,
                 enable_model_summary=False,
@@ -66,7 +78,7 @@ def measure_transfer(m: Measuring) -> Iterator[Row]:
 def report(table: pd.DataFrame, run: Run) -> list[str]:
     """A matrix for each method."""
     settings = run.grid(GRID)["transfer"]
-    tasks, model = settings["tasks"], settings["model"]
+    tasks, model = chosen(run, "tasks", settings["tasks"]), settings["model"]
     parts = [
         f"# Tuned on one task, used on another, preset {run.preset}",
         provenance(run.command, table),
@@ -103,7 +115,10 @@ CLAIMS = [
         ),
     )
 ]
-EXPERIMENT = Experiment("apet.transfer", __file__, "encoder", __doc__ or "", declare, report)
+EXPERIMENT = Experiment(
+    "apet.transfer", __file__, "encoder", __doc__ or "", declare, report,
+    lambda parser: options(parser, ["tasks"]),
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> Run:

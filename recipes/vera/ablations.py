@@ -23,12 +23,13 @@ from lightning_modules.vera.scores import loss_of
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
+from recipes.methods import measure_score
 from recipes.plots import curves
 from recipes.records import type_of
 from recipes.results import Row, provenance, select
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
-from recipes.vera.methods import METHOD, TITLES, measure_score, train
+from recipes.vera.methods import METHOD, TITLES, train
 
 ARGS = "model.method_args"
 VARIANTS: dict[str, dict[str, Any]] = {

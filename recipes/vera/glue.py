@@ -24,11 +24,12 @@ import pandas as pd
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
+from recipes.methods import measure_majority, measure_score
 from recipes.plots import scatter
 from recipes.results import Row, by_seed, provenance
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, summary, tabulate
-from recipes.vera.methods import TITLES, learnt, measure_majority, measure_score, train
+from recipes.vera.methods import TITLES, learnt, train
 
 TASKS = ("SST-2", "MRPC", "CoLA", "QNLI", "RTE", "STS-B")
 TABLE_2 = {  # median of 5 seeds, in the order of TASKS

@@ -20,11 +20,12 @@ import pandas as pd
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
+from recipes.methods import measure_score
 from recipes.plots import scatter
 from recipes.results import Row, provenance
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
-from recipes.vera.methods import TITLES, measure_score, train
+from recipes.vera.methods import TITLES, train
 
 SETS = ("CIFAR-100", "Food-101", "Flowers-102", "RESISC45")
 TABLE_5 = {  # accuracy, %, in the order of SETS

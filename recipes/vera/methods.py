@@ -1,4 +1,4 @@
-"""What VeRA's experiments share: the settings of a row on a set, its learning rate, its score.
+"""What VeRA's experiments share: the settings of a row on a set, and its learning rate.
 
 An experiment's grid (`<experiment>_grid.yaml`) names its rows, the methods that are compared, and
 its sets, the tasks or data sets that they train on:
@@ -12,17 +12,13 @@ its sets, the tasks or data sets that they train on:
       trials: {vera: {model.lr: [5.0e-3, 2.0e-2]}}
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import lightning as L
 import pandas as pd
-import torch
 
-from lightning_modules.vera.scores import classification_scores
-from recipes.experiment import Measuring, Run, Stage
-from recipes.records import Finished, type_of
-from recipes.results import Row, by_seed, difference
+from recipes.experiment import Run, Stage
+from recipes.results import by_seed, difference
 
 TITLES = {
     "majority": "majority class",
@@ -94,75 +90,6 @@ def train(
         ]
         settings |= run.best(trials, metric, [key], mode)
     return run.stage(f"{name}_{row}", config, seed, fixed, settings)
-
-
-def measure_score(m: Measuring) -> Iterator[Row]:
-    """The score of one training, and what it cost.
-
-    Settings: `row` and `set` in the table; `metric`; `part`: "val" takes the best evaluation of the
-    run, as the paper does, "test" scores the last checkpoint on the test part, which the run has
-    not seen.
-    """
-    stage, metric = m.stages["stage"], m.settings["metric"]
-    data = stage.datamodule()
-    values: dict[str, float]
-    if m.settings["part"] == "val":
-        history = stage.history
-        scores = history[f"val/{metric}"]
-        best = max(range(len(scores)), key=lambda place: scores[place])
-        values = {"score": scores[best]}
-        if "val/classes_predicted" in history:
-            values["classes_predicted"] = history["val/classes_predicted"][best]
-    else:
-        scores_of_test = test(stage, data)
-        values = {"score": scores_of_test[metric]}
-        if "classes_predicted" in scores_of_test:
-            values["classes_predicted"] = scores_of_test["classes_predicted"]
-    values |= {
-        "tuned": stage.metrics["tuned"],
-        "heads": stage.metrics["heads"],
-        "seconds": stage.seconds,
-        "updates": torch.load(stage.checkpoint, mmap=True, weights_only=True)["global_step"],
-        "examples": len(data.samples("train")),
-        "scored": len(data.samples(m.settings["part"])),
-    }
-    for name, value in values.items():
-        yield Row(metric=name, value=value, row=m.settings["row"], set=m.settings["set"])
-
-
-def test(stage: Finished, data: Any) -> dict[str, float]:
-    """The scores of a stage's last checkpoint on the test part, by name."""
-    module = type_of(stage.settings.model).load_from_checkpoint(
-        stage.checkpoint, map_location="cpu"
-    )
-    trainer = L.Trainer(
-        accelerator="auto",
-        devices=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        barebones=False,
-    )
-    [scores] = trainer.test(module, datamodule=data, verbose=False)
-    return {name.removeprefix("test/"): value for name, value in scores.items()}
-
-
-def measure_majority(m: Measuring) -> Iterator[Row]:
-    """The score of always answering the most frequent class of the training part.
-
-    A constant correlates with nothing: 0 for regression and for Matthews' correlation.
-    """
-    data, metric = m.datamodule("stage"), m.settings["metric"]
-    value = 0.0
-    if data.num_classes > 1:
-        labels, scored = (
-            torch.tensor([sample["labels"] for sample in data.samples(part)])
-            for part in ("train", m.settings["part"])
-        )
-        scores = classification_scores(data.num_classes)
-        scores.update(torch.full_like(scored, int(labels.mode().values)), scored)
-        value = float(scores.compute()[metric])
-    yield Row(metric="score", value=value, row="majority", set=m.settings["set"])
 
 
 def learnt(table: pd.DataFrame, sets: Sequence[str], rows: tuple[str, str]) -> list[str]:

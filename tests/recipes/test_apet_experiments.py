@@ -1,6 +1,7 @@
 """APET's experiments from the command line to the report, at `tiny` and a few steps."""
 
 import importlib
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from recipes.apet.counts import thresholds
 from recipes.cli import grid, presets
 from recipes.experiment import Stage
-from recipes.records import at
+from recipes.methods import best_of
+from recipes.records import Finished, at
 from recipes.runner import command_line
 
 EXPERIMENTS = ("scales", "positions", "counts", "transfer")
@@ -98,6 +100,44 @@ def test_transfer(tmp_path):
         "SST-2 → SST-2",
     ]
     assert "| source | SST-2 | MRPC |" in text
+
+
+def test_the_trials_of_seed_0_are_its_trainings():
+    chosen = ("--models", "MiniLM,bge-small", "--tasks", "SST-2", "--rows", "lora,full")
+    stages = declared("scales", "--preset", "small", "--seeds", "2", *chosen)
+    assert {name.removeprefix("SST-2 ") for name in stages} == {
+        f"{model} {row}"
+        for model in ("MiniLM", "bge-small")
+        for row in ("lora lr 0.001", "lora lr 0.004", "lora", "full")
+    }
+    run = stages["SST-2 MiniLM lora"].run
+    [first, second] = [n for n in run.nodes.values() if n.name == "SST-2 MiniLM lora score"]
+    assert [node.name for node in first.waits_for()] == [
+        "SST-2 MiniLM lora lr 0.001", "SST-2 MiniLM lora lr 0.004",
+    ]  # fmt: skip
+    [tuned] = second.waits_for()
+    assert tuned.name == "SST-2 MiniLM lora" and tuned.seed == 1
+    assert [trial.seed for trial in tuned.waits_for()] == [0, 0]
+    with pytest.raises(ValueError, match="--models has 'BERT-base': expected some of MiniLM, bge"):
+        declared("scales", "--preset", "small", "--models", "BERT-base")
+
+
+def test_the_best_trial_counts():
+    def trial(name, values):
+        finished = Finished(Path(name), 0)
+        finished.history = {"val/accuracy": values}
+        return finished
+
+    trials = [trial("a", [0.5, 0.7]), trial("b", [0.8, 0.6]), trial("c", [0.8])]
+    assert best_of(trials, "accuracy").folder == Path("b")
+
+
+def test_counts_train_nothing_but_the_budget():
+    """A new classifier that trained in full would beat guessing with no parameter of the budget."""
+    stages = declared("counts", "--preset", "small", "--seeds", "2", "--models", "MiniLM")
+    trial, drawn = (stages[f"SST-2 MiniLM 10{name}"].parsed() for name in (" lr 0.001", ""))
+    assert at(trial, "model.heads") == at(drawn, "model.heads") == []
+    assert at(trial, "model.method_args.seed") == 0 and at(drawn, "model.method_args.seed") == 1
 
 
 CURVE = {10: 0.50, 100: 0.70, 1000: 0.65, 10_000: 0.89}

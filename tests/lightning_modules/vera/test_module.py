@@ -9,6 +9,7 @@ import torch
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torch.utils.data import DataLoader
+from transformers import BertConfig, BertModel
 
 from lightning_modules.vera import ImageTuning, LanguageTuning, TextTuning
 from lightning_modules.vera.module import IGNORED
@@ -339,6 +340,30 @@ def test_a_checkpoint_of_the_adapter_alone_resumes(tmp_path):
     del saved["state_dict"]["model.classifier.bias"]
     with pytest.raises(ValueError, match="does not hold what trains here, model.classifier.bias"):
         build().on_load_checkpoint(saved)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_what_the_base_does_not_give_is_in_the_checkpoint_of_an_adapter(tmp_path, named):
+    """bge-small comes without the pooler that its classifier reads: a frozen, random matrix."""
+    if named:
+        base = BertModel(BertConfig(**BERT), add_pooling_layer=False)
+        base.save_pretrained(tmp_path / "base")
+        start = {"architecture": str(tmp_path / "base"), "pretrained": True}
+    else:
+        state = {n: v for n, v in text(method="full").state_dict().items() if "pooler" not in n}
+        torch.save({"state_dict": state}, tmp_path / "base.ckpt")
+        start = {"architecture": "bert", "model_args": BERT}
+        start["init_from"] = str(tmp_path / "base.ckpt")
+    module = TextTuning(2, **start, method="bitfit", adapter_only=True)
+    trainer = fit(module, tmp_path, epochs=1, enable_checkpointing=True)
+    trainer.save_checkpoint(tmp_path / "tuned.ckpt")
+    saved = torch.load(tmp_path / "tuned.ckpt", weights_only=True)["state_dict"]
+    assert "model.bert.pooler.dense.weight" in saved
+    assert "model.bert.encoder.layer.0.output.dense.weight" not in saved
+    torch.manual_seed(7)
+    loaded = TextTuning.load_from_checkpoint(tmp_path / "tuned.ckpt")
+    for name, value in module.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
 
 
 def test_an_adapter_alone_needs_a_base_that_can_be_found_again():
