@@ -95,7 +95,7 @@ class Comparison:
             return ""
         limit = self.threshold * self.scale
         text = compared.text(self.scale, self.digits)
-        text += f" (> {limit:+.{self.digits}f}?)" if self.threshold else ""
+        text += f" (must exceed {limit:+.{self.digits}f})" if self.threshold else ""
         return text if self.exact else f"{text}, n = {compared.n}"
 
 

@@ -15,6 +15,7 @@ from recipes.results import read
 from recipes.tables import Table
 
 ROOT = Path(__file__).resolve().parents[1]
+WORDS = (SUPPORTED, REFUTED, UNDECIDED, NOT_JUDGED)
 
 
 @dataclass(frozen=True)
@@ -76,32 +77,58 @@ def _source(folder: Path) -> str:
 
 
 def overview(verdicts: Sequence[Verdict]) -> str:
-    """The table of README and cards: claim, paper's number, ours, verdict."""
+    """What cards and the ledger show: the judged claims, then the others with their reasons."""
+    judged = [one for one in verdicts if one.word != NOT_JUDGED]
+    others = [
+        [_sentence(one.claim), one.claim.number, one.reason]
+        for one in verdicts
+        if one.word == NOT_JUDGED
+    ]
+    return "\n\n".join(
+        ([_judged(judged)] if judged else [])
+        + ([_markdown(["not judged", "paper", "why"], others)] if others else [])
+    )
+
+
+def summary(verdicts: Sequence[Verdict]) -> str:
+    """What README shows: the judged claims, and how many each experiment has."""
     rows = []
-    for one in verdicts:
-        claim = one.claim
-        command = f"`python -m recipes.{one.experiment}" + (
-            f" --preset {one.preset}`" if one.preset else "`"
-        )
-        rows.append(
-            [
-                f"{claim.paper}, {claim.where}: {claim.sentence}",
-                claim.number,
-                one.measured,
-                f"**{one.word}**" + (f": {one.reason}" if one.reason else ""),
-                command,
-            ]
-        )
-    header = ["claim", "paper", "ours, with 95 % interval", "verdict", "command"]
+    for experiment in dict.fromkeys(one.experiment for one in verdicts):
+        part = [one for one in verdicts if one.experiment == experiment]
+        counts = [str(sum(one.word == word for one in part)) for word in WORDS]
+        rows.append([part[0].claim.paper, f"`recipes.{experiment}`", *counts])
+    judged = [one for one in verdicts if one.word != NOT_JUDGED]
+    return "\n\n".join(
+        ([_judged(judged)] if judged else [])
+        + [_markdown(["paper", "experiment", *(f"claims {word}" for word in WORDS)], rows)]
+    )
+
+
+def _judged(verdicts: Sequence[Verdict]) -> str:
+    rows = [
+        [
+            _sentence(one.claim),
+            one.claim.number,
+            one.measured,
+            f"**{one.word}**" + (f": {one.reason}" if one.reason else ""),
+            f"`python -m recipes.{one.experiment} --preset {one.preset}`",
+        ]
+        for one in verdicts
+    ]
+    return _markdown(["claim", "paper", "ours, with 95 % interval", "verdict", "command"], rows)
+
+
+def _sentence(claim: Claim) -> str:
+    return ", ".join(part for part in (claim.paper, claim.where) if part) + f": {claim.sentence}"
+
+
+def _markdown(header: list[str], rows: list[list[str]]) -> str:
     return Table(header, [[cell.replace("|", "\\|") for cell in row] for row in rows]).markdown()
 
 
 def ledger(verdicts: Sequence[Verdict]) -> str:
     """results/claims.md."""
-    count = {
-        word: sum(one.word == word for one in verdicts)
-        for word in (SUPPORTED, REFUTED, UNDECIDED, NOT_JUDGED)
-    }
+    count = {word: sum(one.word == word for one in verdicts) for word in WORDS}
     text = [
         "# Claims and verdicts",
         "Written by `python -m recipes claims` from every results.csv in this folder; a test fails "
@@ -125,8 +152,8 @@ MARKED = re.compile(r"(<!-- claims:([\w.]+) -->\n).*?(<!-- /claims -->)", re.DOT
 def pages(root: Path = ROOT) -> dict[Path, str]:
     """What results/claims.md, README.md and the cards have to say.
 
-    A page's table stands between `<!-- claims:NAME -->` and `<!-- /claims -->`, NAME being a
-    method's folder, an experiment, or "all".
+    A page's tables stand between `<!-- claims:NAME -->` and `<!-- /claims -->`, NAME being a
+    method's folder or an experiment; "all" gives the judged claims and counts of the others.
 
     Raises:
         ValueError: if a page asks for the claims of a name that has none.
@@ -142,7 +169,7 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
         ]
         if not part:
             raise ValueError(f"no claims are named {name!r}: expected a method or an experiment")
-        return f"{match[1]}{overview(part)}\n{match[3]}"
+        return f"{match[1]}{summary(part) if name == 'all' else overview(part)}\n{match[3]}"
 
     texts = {root / "results" / "claims.md": ledger(verdicts)}
     for page in [root / "README.md", *sorted((root / "recipes").glob("*/README.md"))]:

@@ -57,7 +57,7 @@ class TestVerdict:
         rows = table(a=[0.495, 0.496, 0.494], b=[0.5, 0.5, 0.5])
         loses = Comparison("accuracy", "a", "b", threshold=-0.01, scale=100, digits=1)
         word, measured, _ = judge(claim(loses), rows)
-        assert word == SUPPORTED and "(> -1.0?)" in measured
+        assert word == SUPPORTED and "(must exceed -1.0)" in measured
         assert judge(claim(A_B), rows)[0] == REFUTED
 
     def test_one_seed_decides_nothing(self):
@@ -173,17 +173,25 @@ class TestPages:
             "# E\n\n`python -m recipes.m.e --preset small` · 3 seeds · CPU · commit 1a2b3c4\n"
         )
 
-    def test_every_claim_has_a_line_in_ledger_readme_and_card(self, root):
+    def test_every_claim_has_a_line_in_ledger_and_card(self, root):
         self.results(root, a=[0.52, 0.53, 0.54], b=[0.5, 0.51, 0.52])
         pages = ledger.pages(root)
         written = pages[root / "results" / "claims.md"]
         assert "1 supported, 0 refuted, 0 undecided, 1 not judged." in written
-        assert "commit 1a2b3c4" in written and "**not judged**: needs a cluster" in written
-        for page in (root / "README.md", root / "recipes" / "m" / "README.md"):
-            text = pages[page]
-            assert text.startswith("before\n<!-- claims:") and text.endswith("-->\nafter\n")
-            assert "| +2.0 [+2.0, +2.0], n = 3 | **supported** |" in text and "old" not in text
+        assert "commit 1a2b3c4" in written
+        card = pages[root / "recipes" / "m" / "README.md"]
+        for text in (written, card):
+            assert "| +2.0 [+2.0, +2.0], n = 3 | **supported** |" in text
+            assert "| Paper, Table 1: A beats B. | 2 points | needs a cluster |" in text
             assert "`python -m recipes.m.e --preset small`" in text
+
+    def test_the_readme_has_the_judged_claims_and_counts_the_others(self, root):
+        self.results(root, a=[0.52, 0.53, 0.54], b=[0.5, 0.51, 0.52])
+        text = ledger.pages(root)[root / "README.md"]
+        assert text.startswith("before\n<!-- claims:all") and text.endswith("-->\nafter\n")
+        assert "| +2.0 [+2.0, +2.0], n = 3 | **supported** |" in text and "old" not in text
+        assert "needs a cluster" not in text
+        assert "| Paper | `recipes.m.e` | 1 | 0 | 0 | 1 |" in text
 
     def test_a_changed_number_changes_the_pages(self, root):
         self.results(root, a=[0.52, 0.53, 0.54], b=[0.5, 0.51, 0.52])
