@@ -139,9 +139,9 @@ class Stage(Node):
         """The nodes whose files or values are in its settings."""
         return nodes_in(self.values())
 
-    @property
+    @cached_property
     def file(self) -> Path:
-        """Its YAML."""
+        """Its YAML; while a run goes on, the run's own copy."""
         return self.run.folder / f"{self.config}.yaml"
 
     def arguments(self, resolve: Callable[[Any], Any] = lambda value: stand_in(value)) -> list[str]:

@@ -48,6 +48,7 @@ def run_experiment(experiment: Experiment, argv: list[str] | None = None) -> Run
     with locked(run):
         saved = {"experiment": experiment.name, "command": run.command}
         write_whole(run.out / RUN, json.dumps(saved) + "\n")
+        copy_files(run)
         execute(run, InProcess() if run.options.jobs == 1 else LocalPool(run.options.jobs))
         if all(is_finished(node) for node in run.nodes.values()):
             write_report(experiment, run)
@@ -125,6 +126,15 @@ def main(argv: list[str]) -> None:
     run.out = folder
     experiment.declare(run)
     results.write_report(folder, experiment.report(results.read(folder), run))
+
+
+def copy_files(run: Run) -> None:
+    """Go by copies of the stages' files: to edit a file does not change a run that goes on."""
+    for node in run.nodes.values():
+        if isinstance(node, Stage):
+            copy = node.run.out / "stages" / node.file.name
+            write_whole(copy, node.file.read_text(encoding="utf-8"))
+            node.file = copy
 
 
 def execute(run: Run, executor: Executor) -> None:

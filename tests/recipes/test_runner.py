@@ -94,7 +94,7 @@ def test_everything_runs_once_and_ends_in_table_and_report(go, trainings):
     assert trainings.names == ["a", "b", "c"] * 2
     table = read(run.out)
     assert list(table.row) == ["a", "a", "b", "b"] * 2 and list(table.seed) == [0] * 4 + [1] * 4
-    assert list(table.value[:4]) == [1, 0.25, 2, 0.003] and set(table.stage) == {"look"}
+    assert list(table.value[:4]) == [1, 0.25, 2, 0.004] and set(table.stage) == {"look"}
     assert (run.out / "report.md").read_text() == "# Report\n\n8 numbers\n"
     last = run.out / "seed0" / "a" / "checkpoints" / "last.ckpt"
     assert (run.out / "seed0" / "look" / "seen.txt").read_text() == str({"start": str(last)})
@@ -107,7 +107,9 @@ def test_what_a_stage_is_called_with(go, trainings):
     run = go("--model.betas=[0.5,0.6]", "--trainer.accelerator", "cpu")
     call = trainings.calls[1]
     folder = run.out / "seed0" / "b"
-    assert call[:5] == ["fit", "-c", str(MATFORMER / "matvit.yaml"), "--preset", "tiny"]
+    file = run.out / "stages" / "matvit.yaml"
+    assert call[:5] == ["fit", "-c", str(file), "--preset", "tiny"]
+    assert file.read_text() == (MATFORMER / "matvit.yaml").read_text()
     assert call.index("--model.betas=[0.5,0.6]") < call.index(
         f"--model.init_from={run.out / 'seed0' / 'a' / 'checkpoints' / 'last.ckpt'}"
     )
@@ -181,9 +183,28 @@ def test_a_comment_or_a_device_restarts_nothing(go, trainings, tmp_path):
         stage.write_text(content)
         run_experiment(here, ["--out", str(tmp_path), *flags])
     assert len(trainings.calls) == 3
-    stage.write_text(text.replace("lr: 3.0e-3", "lr: 4.0e-3"))
+    stage.write_text(text.replace("lr: 4.0e-3", "lr: 5.0e-3"))
     run_experiment(here, ["--out", str(tmp_path)])
     assert len(trainings.calls) > 3
+
+
+def test_a_file_edited_meanwhile_does_not_change_what_runs(trainings, tmp_path, monkeypatch):
+    stage = tmp_path / "recipes" / "matvit.yaml"
+    stage.parent.mkdir()
+    text = (MATFORMER / "matvit.yaml").read_text()
+    stage.write_text(text)
+    contents = []
+
+    def train_and_edit(args, callbacks=()):
+        contents.append(Path(args[2]).read_text())
+        stage.write_text(text.replace("lr: 4.0e-3", "lr: 5.0e-3"))
+        trainings(args)
+
+    monkeypatch.setattr(work, "run_stage", train_and_edit)
+    here = Experiment("n", str(stage.with_suffix(".py")), "matvit", "", chain, report)
+    run = run_experiment(here, ["--out", str(tmp_path)])
+    assert contents == [text] * 3
+    assert set(read(run.out).value[read(run.out).metric == "lr"]) == {0.25, 0.004}
 
 
 def test_a_stage_whose_checkpoint_is_gone_is_trained_again(go, trainings):
