@@ -173,11 +173,11 @@ def from_peft(model: nn.Module, folder: str | Path) -> nn.Module:
     ends = (".vera_lambda_b", ".vera_lambda_d")
     names = {n.removesuffix(end) for n in tensors for end in ends if n.endswith(end)}
     modules = dict(model.named_modules())
-    strangers = sorted(n for n in names if not isinstance(modules.get(n), nn.Linear | Conv1D))
-    if strangers or not names:
+    unknown = sorted(n for n in names if not isinstance(modules.get(n), nn.Linear | Conv1D))
+    if unknown or not names:
         raise ValueError(
             f"the adapter in {folder} does not fit {type(model).__name__}: "
-            f"{', '.join(strangers[:4]) or 'no layer'} is no linear layer of it; load it into the "
+            f"{', '.join(unknown[:4]) or 'no layer'} is no linear layer of it; load it into the "
             "base that it was trained on"
         )
     layers: dict[str, tuple[str, ...]] = {n: ("",) for n in modules if n in names}

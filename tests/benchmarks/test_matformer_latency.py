@@ -17,7 +17,7 @@ def test_quick(capsys):
     assert len(ratios) == 4 * 2 + 5 * 4 and all(ratio > 0 for ratio in ratios)
 
 
-def test_submodels_with_other_multiply_adds_are_no_rivals(monkeypatch):
+def test_submodels_with_other_multiply_adds_are_refused(monkeypatch):
     counts = iter([100, 99])
     monkeypatch.setattr(matformer_latency, "count_macs", lambda *_: next(counts))
     with pytest.raises(RuntimeError, match="S: 100 multiply-adds, natively 99"):

@@ -79,7 +79,7 @@ def test_a_step_learns_and_leaves_no_gradient():
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_models_that_train_other_numbers_are_no_rivals(monkeypatch):
+def test_models_that_train_other_numbers_are_refused(monkeypatch):
     monkeypatch.setattr(vera_step, "our_vera", lambda case, rank: vera_step.lora(case))
     with pytest.raises(RuntimeError, match="rank 32: ours trains"):
         vera_step.main(["--quick"])
