@@ -123,7 +123,8 @@ def _sentence(claim: Claim) -> str:
 
 
 def _markdown(header: list[str], rows: list[list[str]]) -> str:
-    return Table(header, [[cell.replace("|", "\\|") for cell in row] for row in rows]).markdown()
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    return Table(header, cells, words=True).markdown()
 
 
 def ledger(verdicts: Sequence[Verdict]) -> str:

@@ -41,15 +41,20 @@ class Column:
 
 @dataclass
 class Table:
-    """Header, rows of cells, and notes below; the first column is aligned to the left."""
+    """Header, rows of cells, and notes below.
+
+    Attributes:
+        words: sentences, aligned to the left; else numbers behind a column of names.
+    """
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     notes: Sequence[str] = ()
+    words: bool = False
 
     def markdown(self) -> str:
         """For a report or a card."""
-        rule = ["---"] + ["---:"] * (len(self.header) - 1)
+        rule = ["---"] + ["---" if self.words else "---:"] * (len(self.header) - 1)
         lines = ["| " + " | ".join(row) + " |" for row in [self.header, rule, *self.rows]]
         return "\n\n".join(["\n".join(lines), *self.notes])
 
