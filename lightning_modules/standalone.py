@@ -2,27 +2,34 @@
 
 What is left of an adaptation is first written into the weights (`plain`). A folder then holds
 model.safetensors, the library's config.json with class names and preprocessing, and a README.md
-with the lines that load it. A low-rank model has a load.py of some ten lines besides, which needs
-that library only. (Submodels of nested models: lightning_modules/matformer/export.py.)
+with the lines that load it. Where the library's own arguments say all sizes, that is
+`timm.create_model("local-dir:FOLDER", pretrained=True)` or `AutoModel….from_pretrained("FOLDER")`.
+Where they cannot (low rank, Mix'n'Match, fewer heads), a load.py of some twenty lines lies beside
+the weights, which needs that library only, and manifest.json says what it changes.
 """
 
+import copy
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import timm
+import torch
 import transformers
 from safetensors.torch import save_file
 from timm.models._hub import save_config_for_hf
 from timm.models._input import get_model_args
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_modules import apet, vera
 from lightning_modules.counting import count_parameters
 from lightning_modules.pela.layers import low_rank_layers
 
-LOADER = '''"""Loads the low-rank model of this folder; needs {library} and safetensors."""
+FORMAT = 3
+LOADER = '''"""Loads the model of this folder; needs {library} and safetensors."""
 
 import json
 from collections import OrderedDict
@@ -30,20 +37,26 @@ from pathlib import Path
 
 import {library}
 from safetensors.torch import load_file
-from torch import nn
+from torch.nn import Linear, Sequential
 
 
 def load(folder=Path(__file__).parent):
     manifest = json.loads((Path(folder) / "manifest.json").read_text())
 {build}
-    for name, (inputs, rank, outputs, bias) in manifest["low_rank"].items():
-        pair = OrderedDict(u=nn.Linear(inputs, rank, False), v=nn.Linear(rank, outputs, bias))
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, nn.Sequential(pair))
-    tensors = load_file(Path(folder) / "model.safetensors")
-    missing = model.load_state_dict(tensors, strict=False)
-    assert not missing.unexpected_keys, missing.unexpected_keys
-{after}    return model.eval()
+    for path, kept in manifest["blocks"].items():
+        stack = model.get_submodule(path)
+        stack._modules = dict(zip(stack._modules, [list(stack)[i] for i in kept]))
+    for path, (inputs, rank, outputs, bias) in manifest["low_rank"].items():
+        parent, _, name = path.rpartition(".")
+        pair = OrderedDict(u=Linear(inputs, rank, False), v=Linear(rank, outputs, bias))
+        setattr(model.get_submodule(parent), name, Sequential(pair))
+    for path, value in manifest["attributes"].items():
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, value)
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    for name, value in load_file(Path(folder) / "model.safetensors").items():
+        tensors[name].data = value
+    return model.eval()
 '''
 BUILD = {
     "timm": '    model = timm.create_model(manifest["architecture"], **manifest["model_args"])',
@@ -51,7 +64,29 @@ BUILD = {
     config = transformers.AutoConfig.from_pretrained(folder)
     model = getattr(transformers, manifest["architecture"])(config)""",
 }
-AFTER = {"timm": "", "transformers": "    model.tie_weights()\n"}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a model was cut out of, and how.
+
+    Attributes:
+        parent: the model that it is a part of, as its library builds it.
+        guesses: of a timm model, arguments that may say its sizes; whether they do, shapes tell.
+        blocks: by the name of a list of blocks, which of the parent's it has.
+        attributes: by dotted name, numbers of the parent that it has otherwise.
+        about: further entries of manifest.json.
+        title: for README.md, behind the class.
+        origin: for README.md, a part of a sentence.
+    """
+
+    parent: Any
+    guesses: Sequence[Mapping[str, Any]] = ()
+    blocks: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
+    title: str = ""
+    origin: str = ""
 
 
 def plain(model: nn.Module) -> nn.Module:
@@ -86,26 +121,30 @@ def save(
     classes: Sequence[str] | None = None,
     preprocessing: Mapping[str, Any] | None = None,
     tokenizer: Any = None,
+    cut: Cut | None = None,
 ) -> Path:
-    """Write a plain or low-rank model to a folder.
+    """Write a model to a folder: plain, of low rank, or cut out of a larger one.
 
     Args:
         model: of timm or transformers, not nested, nothing adapted (see `plain`).
         folder: is made when it is missing.
-        classes: names of the classes.
+        classes: names of the classes, for config.json (label_names of timm, id2label of
+            transformers).
         preprocessing: of images, in timm's terms: input_size (3, H, W), mean, std, interpolation,
             crop_pct; the model's own where None.
         tokenizer: of transformers, saved beside the model.
+        cut: says what a model is that is smaller than its library would build it.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: if the model is of neither library, or there are not as many names as classes.
+        ValueError: before anything is written, if the model is of neither library or holds
+            parameters that its library does not know, or there are not as many names as classes.
     """
-    folder = Path(folder)
+    cut = cut or Cut(model)
     library = "transformers" if isinstance(model, transformers.PreTrainedModel) else "timm"
-    if library == "timm" and not hasattr(model, "pretrained_cfg"):
+    if library == "timm" and not hasattr(cut.parent, "pretrained_cfg"):
         raise ValueError(
             f"{type(model).__name__} is neither a timm nor a transformers model: save its "
             "state_dict instead"
@@ -113,33 +152,27 @@ def save(
     outputs = model.config.num_labels if library == "transformers" else model.num_classes
     if classes and len(classes) != outputs:
         raise ValueError(f"{len(classes)} class names were given for {outputs} classes")
+    _refuse_strange(model, _build(cut.parent))
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    write = _save_transformers if library == "transformers" else _save_timm
+    lines, built = write(model, folder, classes, preprocessing, cut)
+    manifest = {"format": FORMAT, **cut.about} if cut.about or built else {}
     pairs: dict[str, Any] = dict(low_rank_layers(model))
-    if library == "timm":
-        lines = _save_timm(model, folder, classes, preprocessing)
-    else:
-        lines = _save_transformers(model, folder, classes, whole=not pairs)
-    if pairs:
-        manifest = {
-            "architecture": type(model).__name__,
-            "low_rank": {
-                name: [pair.u.in_features, len(pair.u.weight), len(pair.v.weight), has_bias]
-                for name, pair in pairs.items()
-                for has_bias in [pair.v.bias is not None]
-            },
-        }
-        if library == "timm":
-            manifest["architecture"] = model.pretrained_cfg["architecture"]
-            manifest["model_args"] = {**get_model_args(model), "num_classes": model.num_classes}
+    if built:
+        ranks = {name: _sizes(pair) for name, pair in pairs.items()}
+        own = {"low_rank": ranks, "blocks": cut.blocks, "attributes": cut.attributes}
+        manifest |= {**built, **own}
+        (folder / "load.py").write_text(LOADER.format(library=library, build=BUILD[library]))
+        lines = ["import sys", "sys.path.insert(0, folder)", "from load import load"]
+        lines = [f"import {library}", *lines, "model = load()"]
+    if manifest:
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
-        code = LOADER.format(library=library, build=BUILD[library], after=AFTER[library])
-        (folder / "load.py").write_text(code)
-        path = ["import sys", "sys.path.insert(0, folder)"]
-        lines = [f"import {library}", *path, "from load import load", "model = load()"]
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-        lines.append("tokenizer = transformers.AutoTokenizer.from_pretrained(folder)")
-    (folder / "README.md").write_text(_readme(model, classes, lines, len(pairs)))
+        more = [] if library == "transformers" else ["import transformers"]
+        lines += [*more, "tokenizer = transformers.AutoTokenizer.from_pretrained(folder)"]
+    (folder / "README.md").write_text(_readme(model, classes, lines, len(pairs), cut))
     mask = os.umask(0)
     os.umask(mask)
     for file in folder.iterdir():  # safetensors writes files that only their owner can read
@@ -148,51 +181,107 @@ def save(
     return folder
 
 
+def _build(model: Any, **changes: Any) -> nn.Module:
+    """A model as its library builds it, by the arguments of this one and others."""
+    if isinstance(model, transformers.PreTrainedModel):
+        with torch.device("meta"):
+            return type(model)(copy.deepcopy(model.config))
+    arguments = {"num_classes": model.num_classes, **get_model_args(model), **changes}
+    return timm.create_model(model.pretrained_cfg["architecture"], **arguments)
+
+
+def _refuse_strange(model: nn.Module, dense: nn.Module) -> None:
+    known = dense.state_dict().keys()
+    pairs = tuple(f"{name}.{part}." for name in low_rank_layers(model) for part in "uv")
+    for name in model.state_dict():
+        plain = name.startswith(pairs) and name.endswith((".weight", ".bias"))
+        if name not in known and not plain:
+            raise ValueError(
+                f"{name} is no parameter of {type(dense).__name__}: merge and strip what was added "
+                "to the model first"
+            )
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Of everything in its state_dict."""
+    return {name: value.shape for name, value in model.state_dict().items()}
+
+
+def _sizes(pair: Any) -> list[Any]:
+    """Inputs, rank, outputs and whether there is a bias, of a low-rank layer."""
+    u, v = pair.u, pair.v
+    return [u.in_features, u.out_features, v.out_features, v.bias is not None]
+
+
+Written = tuple[list[str], dict[str, Any]]  # loading lines; what load.py builds, where it is needed
+
+
 def _save_timm(
     model: Any,
     folder: Path,
     classes: Sequence[str] | None,
     preprocessing: Mapping[str, Any] | None,
-) -> list[str]:
+    cut: Cut,
+) -> Written:
+    guesses = cut.guesses or [{}]
+    fits = (one for one in guesses if _shapes(_build(cut.parent, **one)) == _shapes(model))
+    fitting = next(fits, None)
     state = {name: value.contiguous() for name, value in model.state_dict().items()}
     save_file(state, folder / "model.safetensors")
     save_config_for_hf(
         model,
         str(folder / "config.json"),
         model_config={"label_names": list(classes)} if classes else None,
+        model_args=dict(fitting or {}),
         data_config=dict(preprocessing) if preprocessing else None,
     )
     line = 'model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()'
-    return ["import timm", line]
+    if fitting is not None:
+        return ["import timm", line], {}
+    arguments = {**get_model_args(cut.parent), "num_classes": model.num_classes}
+    return [], {
+        "architecture": cut.parent.pretrained_cfg["architecture"],
+        "model_args": arguments,
+    }
 
 
 def _save_transformers(
-    model: Any, folder: Path, classes: Sequence[str] | None, whole: bool
-) -> list[str]:
+    model: Any,
+    folder: Path,
+    classes: Sequence[str] | None,
+    preprocessing: Mapping[str, Any] | None,
+    cut: Cut,
+) -> Written:
+    name = type(model).__name__
+    fits = _shapes(_build(model)) == _shapes(model)
+    config = model.config if fits else copy.deepcopy(cut.parent.config)
     if classes:
-        model.config.id2label = dict(enumerate(classes))
-        model.config.label2id = {label: index for index, label in enumerate(classes)}
-    if whole:
+        config.id2label = dict(enumerate(classes))
+        config.label2id = {label: index for index, label in enumerate(classes)}
+    if fits:
         model.save_pretrained(folder)
-    else:
-        model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(folder)
-        distinct: dict[int, str] = {}
-        for name, value in model.state_dict(keep_vars=True).items():
-            distinct.setdefault(id(value), name)  # tied: the first name, the loader ties again
-        state = {name: model.state_dict()[name].contiguous() for name in distinct.values()}
-        save_file(state, folder / "model.safetensors")
-    line = f"model = transformers.{type(model).__name__}.from_pretrained(folder).eval()"
-    return ["import transformers", line]
+        line = f"model = transformers.{name}.from_pretrained(folder).eval()"
+        return ["import transformers", line], {}
+    config.architectures = [name]
+    config.save_pretrained(folder)
+    if model.can_generate():
+        cut.parent.generation_config.save_pretrained(folder)
+    distinct: dict[str, Tensor] = {}
+    for key, value in model.state_dict().items():
+        tied = any(value.data_ptr() == v.data_ptr() and value.numel() for v in distinct.values())
+        if not tied:  # the first name; the loader's model ties the others itself
+            distinct[key] = value.contiguous()
+    save_file(distinct, folder / "model.safetensors")
+    return [], {"architecture": name}
 
 
 def _readme(
-    model: nn.Module, classes: Sequence[str] | None, lines: Sequence[str], low_rank: int
+    model: nn.Module, classes: Sequence[str] | None, lines: Sequence[str], low_rank: int, cut: Cut
 ) -> str:
     code = "\n".join(['folder = "."  # where this file lies', *lines])
     named = f" Classes: {', '.join(classes)}." if classes else ""
     kind = f", {low_rank} of its layers of low rank" if low_rank else ""
     return (
-        f"# {type(model).__name__}\n\nA model of {count_parameters(model):,} parameters{kind}."
-        f"{named}\n\n```python\n{code}\n```\n"
+        f"# {type(model).__name__}{cut.title}\n\nA model of {count_parameters(model):,} "
+        f"parameters{cut.origin}{kind}.{named}\n\n```python\n{code}\n```\n"
     )

@@ -6,6 +6,7 @@
     python -m recipes export … OUT --to peft            a VeRA adapter for PeftModel.from_pretrained
     python -m recipes export … OUT --to lora            the same as an exact LoRA
     python -m recipes export … model.onnx --to onnx     one file for onnxruntime, any batch size
+    python -m recipes export … model.pt2 --to pt2       likewise, for torch.export.load
 
 A folder holds safetensors, the library's config.json with class names and preprocessing, and a
 README.md with the lines that load it. A nested model gives the submodel that is asked for, by
@@ -28,11 +29,12 @@ from lightning_modules.matformer import export as submodels
 from lightning_modules.matformer import extract
 from lightning_modules.matformer.costs import layer_costs
 from lightning_modules.matformer.mix_and_match import mix_and_match
-from lightning_modules.pela.export import to_onnx
+from lightning_modules.pela.export import to_onnx, to_program
 from lightning_modules.vera import to_lora, to_peft
 from recipes.predict import Predictor, number
 
-KINDS = ("timm", "transformers", "peft", "lora", "onnx")
+FILES = {"onnx": to_onnx, "pt2": to_program}
+KINDS = ("timm", "transformers", "peft", "lora", *FILES)
 BUDGETS = {"max_params": "parameters", "max_macs": "macs", "max_ms": "ms"}
 
 
@@ -108,12 +110,12 @@ def export(predictor: Predictor, out: Path, to: str | None, granularity: Any = N
         (to_peft if to == "peft" else to_lora)(model, out)
         return f"adapter for peft: {out}"
     names = predictor.description.get("class_names") or None
-    if to == "onnx":
+    if to in FILES:
         if predictor.kind != "images":
-            raise ValueError("--to onnx writes image classifiers; leave it out for language models")
+            raise ValueError(f"--to {to} writes image classifiers; leave it out for texts")
         alone = extract(model, granularity) if granularity is not None else standalone.plain(model)
-        to_onnx(alone, out, example_of(predictor))
-        return f"ONNX, compared with the model by onnxruntime: {out}"
+        FILES[to](alone, out, example_of(predictor))
+        return f"{out}: run, and compared with the model"
     library = "timm" if predictor.kind == "images" else "transformers"
     if to not in (None, library):
         raise ValueError(f"--to {to}: this is a model of {library}")
@@ -146,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("checkpoint", metavar="CKPT", help="of a run, such as RUN/checkpoints/last.ckpt")
-    add("out", metavar="OUT", help="the folder, or the .onnx file")
+    add("out", metavar="OUT", help="the folder, or the .onnx or .pt2 file")
     add("--to", choices=KINDS, help="default: the library that the model is of")
     add("--granularity", metavar="NAME", help="of a nested model, such as S")
     add("--max_params", type=number, metavar="N", help="of a nested model: 12M")
@@ -154,8 +156,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--max_ms", type=number, metavar="T", help="milliseconds of two inputs, measured here")
     options = parser.parse_args(argv)
     out = Path(options.out)
-    if options.to == "onnx" and out.suffix != ".onnx":
-        raise ValueError(f"{out}: expected a name that ends in .onnx")
+    if options.to in FILES and out.suffix != f".{options.to}":
+        raise ValueError(f"{out}: expected a name that ends in .{options.to}")
     predictor = Predictor(options.checkpoint, device="cpu")
     print(export(predictor, out, options.to, granularity_of(predictor, options, out)))
 

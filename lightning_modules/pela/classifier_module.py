@@ -45,7 +45,7 @@ class Classifier(L.LightningModule):
         model_args: further arguments of timm.create_model.
         pretrained: start from the hub's weights. Like init_from not part of the checkpoint.
         init_from: start from these weights: dense (a checkpoint, state_dict or safetensors file),
-            or low-rank (a checkpoint of this module, or what pela.checkpoint has saved).
+            or low-rank (a checkpoint of this module, or a folder that was exported).
         ratio: κ, which leaves 1/κ of each layer; null leaves the weights as they come, dense or
             low-rank.
         skip: layers to leave dense beside pela.layers.SKIP.

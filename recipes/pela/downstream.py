@@ -72,7 +72,7 @@ def declare(task: Task, run: Run) -> None:
     if repaired is not None and not Path(repaired).exists():
         raise FileNotFoundError(
             f"--repaired {repaired} is not there: give a checkpoint of PELA's intermediate stage, "
-            "or a folder that lightning_modules.pela.checkpoint wrote"
+            "or a folder that `python -m recipes export` wrote"
         )
     backbones = changes(repaired, run.options.larger_batch)
     larger = run.options.larger_batch or 0

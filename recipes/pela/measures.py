@@ -24,8 +24,8 @@ from datamodules.loading import build_loader
 from lightning_modules.counting import count_macs, count_parameters
 from lightning_modules.matformer import extract, importance, nest, reorder
 from lightning_modules.pela import Classifier, Features, LoRA, compress
-from lightning_modules.pela.checkpoint import save
 from lightning_modules.pela.tome import add_tome
+from lightning_modules.standalone import save
 from recipes.experiment import Measuring
 from recipes.records import type_of
 from recipes.results import Row
@@ -158,11 +158,8 @@ def make_pruned(m: Measuring) -> Iterator[Row]:
 
 
 def make_low_rank_folder(m: Measuring) -> Iterator[Row]:
-    """Leave a repaired model as safetensors and a plan, which load as a timm model."""
-    module = loaded(m, "trained")
-    settings = module.settings
-    arguments = {**(settings.model_args or {}), "num_classes": settings.num_classes}
-    save(module.model, m.folder / "low_rank", settings.architecture, arguments)
+    """Leave a repaired model as a folder whose load.py needs timm alone."""
+    save(loaded(m, "trained").model, m.folder / "low_rank", m.datamodule("trained").class_names)
     yield from ()
 
 

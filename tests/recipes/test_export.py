@@ -143,6 +143,14 @@ def test_onnx(checkpoints, tmp_path):
     torch.testing.assert_close(logits, result, atol=1e-4, rtol=1e-3)
 
 
+def test_a_program_of_a_low_rank_model(checkpoints, tmp_path):
+    file = str(tmp_path / "low.pt2")
+    main([str(checkpoints["low_rank"]), file, "--to", "pt2"])
+    images = example_of(Predictor(checkpoints["low_rank"], device="cpu"))
+    logits = torch.export.load(file).module()(images)
+    torch.testing.assert_close(logits, expected(checkpoints["low_rank"], images))
+
+
 BAD = [
     ("sentences", ["--granularity", "S"], "is no nested model, it has one size"),
     ("nested", ["--granularity", "XS"], "unknown granularity 'XS'"),
@@ -151,6 +159,7 @@ BAD = [
     ("nested", ["--to", "peft"], "has no VeRA adapter"),
     ("nested", ["--to", "transformers"], "this is a model of timm"),
     ("nested", ["--to", "onnx"], "expected a name that ends in .onnx"),
+    ("nested", ["--to", "pt2"], "expected a name that ends in .pt2"),
 ]
 
 

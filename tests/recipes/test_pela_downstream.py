@@ -2,14 +2,12 @@
 
 import importlib
 
-import lightning as L
 import pytest
 import torch
 
-from lightning_modules.pela import PELA, checkpoint
+from lightning_modules import standalone
 from lightning_modules.pela.downstream import build_backbone
 from recipes.nodes import LAST, Stage
-from recipes.pela import export
 from recipes.records import at, type_of
 from recipes.results import read
 from recipes.runner import command_line
@@ -28,7 +26,7 @@ def repaired(tmp_path_factory):
     """Stands for what PELA's intermediate stage would give."""
     folder = tmp_path_factory.mktemp("pela") / "repaired"
     model, _ = build_backbone("vit_tiny_patch16_224", ARGS, ratio=3)
-    return checkpoint.save(model, folder, "vit_tiny_patch16_224", {**ARGS, "num_classes": 0})
+    return standalone.save(model, folder)
 
 
 @pytest.mark.parametrize("name", SCORES)
@@ -85,29 +83,3 @@ def test_without_a_repaired_backbone_the_report_says_so(tmp_path):
     few.append('--data.generate={"train": 4, "val": 2}')
     folder = main_of("segmentation")(["--out", str(tmp_path), *few]).out
     assert "No repaired backbone was compared: `--repaired" in (folder / "report.md").read_text()
-
-
-def test_export_writes_what_its_target_asks_for(repaired, tmp_path, capsys):
-    for target in ("model.pt2", "folder"):
-        export.main([str(repaired), str(tmp_path / target)])
-        assert f"written: {tmp_path / target}" in capsys.readouterr().out
-    assert checkpoint.read_plan(tmp_path / "folder") == checkpoint.read_plan(repaired)
-    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
-        export.main([str(tmp_path / "no.ckpt"), str(tmp_path / "x")])
-
-
-def test_export_reads_a_training_runs_checkpoint(tmp_path):
-    module = PELA(
-        num_classes=5,
-        architecture="vit_tiny_patch16_224",
-        model_args={**ARGS, "depth": 1},
-        ratio=2.0,
-    )
-    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    trainer.strategy.connect(module)
-    module.configure_model()
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    export.main([str(tmp_path / "last.ckpt"), str(tmp_path / "folder")])
-    plan = checkpoint.read_plan(tmp_path / "folder")
-    assert plan["model_args"]["num_classes"] == 5 and plan["ranks"] == module.settings.ranks
-    checkpoint.load(tmp_path / "folder")

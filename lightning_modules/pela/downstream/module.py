@@ -30,8 +30,8 @@ class Downstream(L.LightningModule):
         architecture: timm name of the backbone: a ViT, Swin or another with feature maps.
         model_args: further arguments of timm.create_model; img_size is the task's.
         pretrained: start from the hub's weights. Like init_from not part of the checkpoint.
-        init_from: the backbone's weights: dense, or low-rank (a checkpoint of PELA, or what
-            pela.checkpoint has saved), which then stays low-rank.
+        init_from: the backbone's weights: dense, or low-rank (a checkpoint of PELA, or a
+            folder that was exported), which then stays low-rank.
         ratio: κ, to factorise dense weights directly, without repair; null leaves the weights as
             they come.
         skip: layers that this leaves dense.

@@ -30,7 +30,7 @@ def build_backbone(
         model_args: further arguments of timm.create_model.
         pretrained: dense weights from the hub.
         init_from: weights as `load_weights` takes them; those of a low-rank model (a checkpoint of
-            PELA or what pela.checkpoint has saved) make a low-rank backbone of the same ranks.
+            PELA or a folder that was exported) make a low-rank backbone of the same ranks.
         ratio: κ, to factorise dense weights directly, without repair; None leaves them.
         skip: layers that this leaves dense.
         ranks: a plan, instead of ratio and skip.

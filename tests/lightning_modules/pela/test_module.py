@@ -22,8 +22,8 @@ from lightning_modules.pela import (
     plan_of,
     plan_uniform,
 )
-from lightning_modules.pela.checkpoint import save
 from lightning_modules.pela.layers import low_rank_layers
+from lightning_modules.standalone import save
 
 surgery = importlib.import_module("lightning_modules.pela.factorize")
 

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from datamodules import DetectionData, SegmentationData
-from lightning_modules.pela import checkpoint, factorize, plan_of
+from lightning_modules import standalone
+from lightning_modules.pela import factorize, plan_of
 from lightning_modules.pela.downstream import (
     Detection,
     Detector,
@@ -53,10 +54,10 @@ def dense(vit, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def repaired(dense, tmp_path_factory):
-    """A low-rank classifier, as pela.checkpoint saves it."""
+    """A low-rank classifier, as an export leaves it."""
     model = build_backbone(VIT, ARGS, init_from=dense)[0]
     folder = tmp_path_factory.mktemp("repaired") / "model"
-    checkpoint.save(factorize(model, 3), folder, VIT, {**ARGS, "num_classes": 0})
+    standalone.save(factorize(model, 3), folder)
     return str(folder)
 
 

@@ -1,0 +1,61 @@
+"""Plain and low-rank folders, loaded by their own README without this repository."""
+
+import json
+
+import pytest
+import timm
+import torch
+from transformers import BertConfig, BertForMaskedLM
+
+from lightning_modules.pela import factorize
+from lightning_modules.standalone import save
+from lightning_modules.vera import add_vera
+from tests.lightning_modules.matformer.test_export import IDS, IMAGES, in_a_clean_process, vit
+
+
+def bert():
+    torch.manual_seed(0)
+    small = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1}
+    return BertForMaskedLM(BertConfig(**small, num_attention_heads=4, intermediate_size=64)).eval()
+
+
+def test_they_load_without_this_repository(tmp_path):
+    cases = {
+        "plain": (vit(), IMAGES, False),
+        "low rank": (factorize(vit()), IMAGES, True),
+        "tied, low rank": (factorize(bert()), IDS, True),
+        "no head": (factorize(headless()), IMAGES, True),
+    }
+    folders = [save(model, tmp_path / name) for name, (model, _, _) in cases.items()]
+    outputs = in_a_clean_process(folders, [given for _, given, _ in cases.values()])
+    for (name, (model, given, own)), folder, out in zip(
+        cases.items(), folders, outputs, strict=True
+    ):
+        with torch.no_grad():
+            expected = model(**given).logits if isinstance(given, dict) else model(given)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5, msg=name)
+        assert (folder / "load.py").is_file() == (folder / "manifest.json").is_file() == own
+
+
+def headless():
+    torch.manual_seed(0)
+    settings = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 4}
+    return timm.create_model("vit_tiny_patch16_224", num_classes=0, **settings).eval()
+
+
+def test_ranks_stand_in_the_manifest(tmp_path):
+    model = factorize(vit(), 2)
+    manifest = json.loads((save(model, tmp_path) / "manifest.json").read_text())
+    layer = model.blocks[0].attn.qkv
+    rank = layer.u.out_features
+    assert manifest["low_rank"]["blocks.0.attn.qkv"] == [32, rank, 96, True]
+    assert manifest["blocks"] == manifest["attributes"] == {}
+    assert manifest["architecture"] == "vit_tiny_patch16_224"
+
+
+def test_what_is_not_plain_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match="vera_b is no parameter of VisionTransformer: merge and"):
+        save(add_vera(vit(), 4, "attn.proj"), tmp_path / "a")
+    with pytest.raises(ValueError, match="neither a timm nor a transformers model"):
+        save(torch.nn.Linear(2, 2), tmp_path / "a")
+    assert not (tmp_path / "a").exists()
