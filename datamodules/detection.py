@@ -3,13 +3,14 @@
     coco/annotations/instances_{train,val}2017.json
     coco/{train,val}2017/*.jpg
 
-Category numbers have gaps (COCO's 80 reach up to 90): classes are their order. Masks are not read,
-so neither polygons nor run lengths matter. A crowd, one box around many, is no target of training;
-in evaluation COCO's rules leave out what is found in it.
+Category numbers have gaps (COCO's 80 reach up to 90): classes are their order. Masks, polygons or
+run lengths, are read where they are asked for. A crowd, one box around many, is no target of
+training; in evaluation COCO's rules leave out what is found in it.
 """
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ class Annotated(NamedTuple):
         labels: (n,), classes.
         crowd: (n,), 1 for a crowd.
         area: (n,), of the objects, not of their boxes.
+        shapes: the objects' masks as COCO writes them: lists of polygons, or run lengths.
     """
 
     file: Path
@@ -40,34 +42,44 @@ class Annotated(NamedTuple):
     labels: Tensor
     crowd: Tensor
     area: Tensor
+    shapes: list[Any]
 
 
 class DetectionSet(Dataset):
     """Map-style dataset of `(image (3, S, S), target, place)`; see `DetectionData`."""
 
-    def __init__(self, images: list[Annotated], transform: v2.Compose, size: int):
-        self.images, self.transform, self.size = images, transform, size
+    def __init__(self, images: list[Annotated], transform: v2.Compose, size: int, masks: bool):
+        self.images, self.transform, self.size, self.masks = images, transform, size, masks
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Any], int]:
-        file, boxes, labels, crowd, area = self.images[index]
+        file, boxes, labels, crowd, area, shapes = self.images[index]
         image = read_image(file)
+        height, width = image.height, image.width
         single = crowd == 0
-        moved = tv_tensors.BoundingBoxes(
-            boxes[single], format="XYXY", canvas_size=(image.height, image.width)
-        )
-        side = float(max(image.size))
-        tensor, moved = self.transform(tv_tensors.Image(v2.functional.pil_to_tensor(image)), moved)
-        corners = moved.as_subclass(Tensor) / self.size
+        parts = [
+            tv_tensors.Image(v2.functional.pil_to_tensor(image)),
+            tv_tensors.BoundingBoxes(boxes[single], format="XYXY", canvas_size=(height, width)),
+        ]
+        truth = {"boxes": boxes, "labels": labels, "iscrowd": crowd, "area": area}
+        if self.masks:
+            truth["masks"] = read_masks(shapes, height, width)
+            parts.append(tv_tensors.Mask(truth["masks"][single]))
+        tensor, moved, *masks = self.transform(*parts)
+        seen = Square.seen(self.size, height, width)
+        corners = moved.as_subclass(Tensor) / torch.tensor([*seen[::-1], *seen[::-1]])
         centres = (corners[:, :2] + corners[:, 2:]) / 2
         target = {
             "boxes": torch.cat([centres, corners[:, 2:] - corners[:, :2]], dim=1),
             "class_labels": labels[single],
-            "side": torch.tensor(side),
-            "truth": {"boxes": boxes, "labels": labels, "iscrowd": crowd, "area": area},
+            "seen": torch.tensor(seen),
+            "size": torch.tensor([height, width]),
+            "truth": truth,
         }
+        if self.masks:
+            target["masks"] = masks[0].as_subclass(Tensor)
         return tensor.as_subclass(Tensor), target, index
 
     @staticmethod
@@ -80,26 +92,29 @@ class DetectionSet(Dataset):
 class DetectionData(SceneData):
     """Batches `(images (B, 3, S, S), targets, places (B,))`.
 
-    A target has "class_labels" (n,) and "boxes" (n, 4), (centre x, centre y, width, height) as
-    shares of S, as DETR's losses take them; "side", how many pixels of the original image S is;
-    and "truth", the original "boxes" (corners in pixels), "labels", "iscrowd" and "area", as
-    torchmetrics' MeanAveragePrecision takes them. A place is the image's; -100 marks a sample that
-    only fills up the last evaluation round of several ranks.
+    The longer side of an image is resized to S, and the square filled up at the right and at the
+    bottom, in training and in evaluation; training images are flipped with probability ½. A target
+    has "seen", the height and width in the square that are the image; "class_labels" (n,) and
+    "boxes" (n, 4), (centre x, centre y, width, height) as shares of these, as DETR's losses take
+    them; "size", the height and width of the original; and "truth", the original "boxes" (corners
+    in pixels), "labels", "iscrowd" and "area", as torchmetrics' MeanAveragePrecision takes them.
+    With masks, "masks" are (n, S, S) in the target and (n, height, width) in the truth. A place is
+    the image's; -100 marks a sample that only fills up the last evaluation round of several ranks.
 
-    The longer side is resized to S, and the square filled up, in training and in evaluation;
-    training images are flipped with probability ½. Images without a box (crowds aside) are left
-    out of training and stay in validation. Validation serves as test: the labels of the test
-    images are not public.
+    Images without a box (crowds aside) are left out of training and stay in validation. Validation
+    serves as test: the labels of the test images are not public.
 
     Args:
         image_size: S in pixels.
+        masks: whether the objects' masks are read.
         **kwargs: see `SceneData`.
     """
 
     folder_name = "coco"
 
-    def __init__(self, image_size: int = 800, **kwargs: Any) -> None:
+    def __init__(self, image_size: int = 800, masks: bool = False, **kwargs: Any) -> None:
         super().__init__(image_size=image_size, **kwargs)
+        self.masks = masks
         self._parts: dict[str, tuple[list[str], list[Annotated]]] = {}
 
     def write(self, folder: str, **settings: Any) -> None:
@@ -130,15 +145,17 @@ class DetectionData(SceneData):
             images = [image for image in images if (image.crowd == 0).any()]
         if not images:
             raise ValueError(f"The {part} part has no image with a box: add some.")
+        filling = [round(255 * x) for x in self.mean]
+        to_float = v2.ToDtype({tv_tensors.Image: torch.float32, "others": None}, scale=True)
         transform = v2.Compose(
             [
-                Square(self.image_size, {tv_tensors.Image: [round(255 * x) for x in self.mean]}),
                 v2.RandomHorizontalFlip(0.5 if training else 0.0),
-                v2.ToDtype(torch.float32, scale=True),
+                Square(self.image_size, {tv_tensors.Image: filling, tv_tensors.Mask: 0}),
+                to_float,
                 v2.Normalize(self.mean, self.std),
             ]
         )
-        return DetectionSet(images, transform, self.image_size)
+        return DetectionSet(images, transform, self.image_size, self.masks)
 
 
 # Reading.
@@ -199,6 +216,7 @@ def read_coco(folder: Path, part: str) -> tuple[list[str], list[Annotated]]:
                 torch.tensor([classes[row[4]["category_id"]] for row in rows], dtype=torch.int64),
                 torch.tensor([row[4].get("iscrowd", 0) for row in rows], dtype=torch.int64),
                 torch.tensor([area_of(row[4]) for row in rows], dtype=torch.float32),
+                [row[4].get("segmentation") for row in rows],
             )
         )
     return [category["name"] for category in categories], images
@@ -207,6 +225,31 @@ def read_coco(folder: Path, part: str) -> tuple[list[str], list[Annotated]]:
 def area_of(annotation: dict[str, Any]) -> float:
     """Of its mask, or where the tool that wrote it left that out, of its box."""
     return annotation.get("area", annotation["bbox"][2] * annotation["bbox"][3])
+
+
+def read_masks(shapes: Sequence[Any], height: int, width: int) -> Tensor:
+    """Masks (n, height, width), bool, of polygons or run lengths.
+
+    Raises:
+        ValueError: one is neither.
+    """
+    from pycocotools import mask as coco
+
+    masks = torch.zeros(len(shapes), height, width, dtype=torch.bool)
+    for place, shape in enumerate(shapes):
+        if not shape:
+            raise ValueError(
+                f"An annotation has the mask {shape!r}, expected polygons or run lengths: give "
+                "instance annotations with their segmentation, or set --data.masks false."
+            )
+        if isinstance(shape, list):
+            runs = coco.merge(coco.frPyObjects(shape, height, width))
+        elif isinstance(shape["counts"], list):
+            runs = coco.frPyObjects(shape, height, width)
+        else:
+            runs = shape
+        masks[place] = torch.from_numpy(coco.decode(runs)).bool()
+    return masks
 
 
 # A small set of the same form.

@@ -78,11 +78,15 @@ class Square(v2.Transform):
 
     def forward(self, *inputs: Any) -> Any:
         """The inputs, all resized and padded alike."""
-        height, width = v2.functional.get_size(inputs[0])
-        scale = self.size / max(height, width)
-        height, width = (max(1, round(side * scale)) for side in (height, width))
+        height, width = self.seen(self.size, *v2.functional.get_size(inputs[0]))
         padding = [0, 0, self.size - width, self.size - height]
         return v2.Compose([v2.Resize([height, width]), v2.Pad(padding, fill=self.fill)])(*inputs)
+
+    @staticmethod
+    def seen(size: int, height: int, width: int) -> tuple[int, int]:
+        """Height and width, in the square, of an image that was so high and wide."""
+        scale = size / max(height, width)
+        return max(1, round(height * scale)), max(1, round(width * scale))
 
 
 SHAPES = ("square", "disc", "triangle")  # of the generated scenes

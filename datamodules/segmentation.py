@@ -22,7 +22,7 @@ from torchvision.transforms import v2
 
 from datamodules.images import read_image
 from datamodules.loading import IGNORED
-from datamodules.scenes import SHAPES, SceneData, Square, draw_shape
+from datamodules.scenes import SHAPES, SceneData, draw_shape
 
 NAME = "ADEChallengeData2016"
 CLASSES = "objectInfo150.txt"
@@ -74,16 +74,30 @@ class SegmentationSet(Dataset):
         return image, torch.where(labels == 0, IGNORED, labels - 1)
 
 
-class SegmentationData(SceneData):
-    """Batches `(images (B, 3, S, S), labels (B, S, S))`; a label is a class or -100.
+class WholeImages(SegmentationSet):
+    """Likewise to evaluate on: the labels stay as they are on the disk, the image is resized."""
 
-    Training: the shorter side is resized to between half and twice S, then a square is cropped
-    (and filled up if it is too large), flipped with probability ½ and distorted in brightness,
-    contrast, saturation and hue, as in mmsegmentation's ADE20K recipes but for their limit on one
-    class's share of a crop. Evaluation is at a fixed size: the longer side is resized to S and the
-    rest of the square filled up, labels with -100, so that every image counts once, whole, and
-    mIoU is that at this size, not at the original one. Validation serves as test: the labels of
-    the test images are not public.
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image, labels = self.read(index)
+        return self.transform(tv_tensors.Image(image)).as_subclass(Tensor), labels.long()
+
+    @staticmethod
+    def collate(samples: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+        """Images and labels in lists: no two need be of one size."""
+        images, labels = zip(*samples, strict=True)
+        return list(images), list(labels)
+
+
+class SegmentationData(SceneData):
+    """Squares to train on, `(images (B, 3, S, S), labels (B, S, S))`, and whole images to score.
+
+    A label is a class or -100. Training: the shorter side is resized to between half and twice S,
+    then a square is cropped (and filled up if it is too large), flipped with probability ½ and
+    distorted in brightness, contrast, saturation and hue, as in mmsegmentation's ADE20K recipes
+    but for their limit on one class's share of a crop. Evaluation, as theirs: the shorter side is
+    resized to S, whatever the longer one then is (theirs is at most 4 S), and the labels stay at
+    their original size: lists of images (3, h, w) and of labels (H, W). Validation serves as test:
+    the labels of the test images are not public.
 
     Args:
         **kwargs: see `SceneData`; a batch size of at least 2 for batch normalisation.
@@ -104,8 +118,10 @@ class SegmentationData(SceneData):
 
     def samples(self, part: str) -> SegmentationSet:
         folder = PARTS["train" if part == "train" else "val"]
-        transform = self.train_transform() if part == "train" else self.eval_transform()
-        return SegmentationSet(list_pairs(self.folder, folder), self.num_classes, transform)
+        pairs = list_pairs(self.folder, folder)
+        if part == "train":
+            return SegmentationSet(pairs, self.num_classes, self.train_transform())
+        return WholeImages(pairs, self.num_classes, self.eval_transform())
 
     def train_transform(self) -> v2.Compose:
         size = self.image_size
@@ -121,8 +137,7 @@ class SegmentationData(SceneData):
         )
 
     def eval_transform(self) -> v2.Compose:
-        square = Square(self.image_size, self._filling())
-        return v2.Compose([v2.ToImage(), square, *self._to_tensor()])
+        return v2.Compose([v2.ToImage(), v2.Resize(self.image_size), *self._to_tensor()])
 
     def _filling(self) -> dict[Any, Any]:
         """The mean colour for images, no class for labels."""

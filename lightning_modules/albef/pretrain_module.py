@@ -18,6 +18,7 @@ from lightning_modules.albef.distillation import (
 from lightning_modules.albef.losses import IGNORED
 from lightning_modules.albef.model import PretrainModel
 from lightning_modules.albef.retrieval_module import Retrieval
+from lightning_modules.gradient_shares import log_gradient_shares
 from lightning_modules.pela import Features, feature_distillation, weight_perturbation
 from lightning_modules.self_distillation.masked_text import mask_tokens
 
@@ -73,6 +74,7 @@ class Repair(Pretraining):
     FrozenTeacher gives, sees the same images, texts, negatives and masked tokens as the student.
     L_fd compares the states of image, text and fusion, every run of each layer, without padding;
     L_rwp the online weights. The momentum model is as low-rank as the student and takes no part.
+    At the steps that the trainer logs, `train/share_…` is each term's share of the gradient.
 
     Args:
         teacher_from: the dense original's weights; null when init_from gives them.
@@ -131,16 +133,19 @@ class Repair(Pretraining):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Eq. 7, with one pass of the student and one of the teacher."""
-        h, student, teacher = self.settings, self.model, self.teacher
+        h = self.settings
+        repairs: dict[str, Tensor] = {}
         if h.fd_weight:
             losses, distance = self._distil(batch, batch_idx)
-            losses["distillation"] = h.fd_weight * distance
+            repairs["distillation"] = h.fd_weight * distance
         else:
             losses, *_ = self.pretrain(batch, batch_idx)
         if h.rwp_weight:
-            distance = weight_perturbation(student, teacher, h.p, h.epsilon, h.setting)
-            losses["perturbation"] = h.rwp_weight * distance
-        return self.report(losses)
+            distance = weight_perturbation(self.model, self.teacher, h.p, h.epsilon, h.setting)
+            repairs["perturbation"] = h.rwp_weight * distance
+        base = torch.stack(list(losses.values())).sum()
+        log_gradient_shares(self, {"base": base, **repairs})
+        return self.report({**losses, **repairs})
 
     def _distil(self, batch: dict[str, Tensor], batch_idx: int) -> tuple[dict[str, Tensor], Tensor]:
         """The base losses, and what α weighs."""

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import lightning as L
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,11 +16,12 @@ from lightning_modules.optim import (
     training_steps,
     with_schedule,
 )
+from lightning_modules.pela.backbone_module import MODEL, BackboneModule
 from lightning_modules.pela.checkpoint import start_from
 from lightning_modules.pela.factorize import factorize, plan_uniform
-from lightning_modules.weights import load_weights, refuse_another_model
+from lightning_modules.weights import load_weights
 
-MODEL = ("architecture", "model_args", "num_classes", "ratio", "skip", "ranks")
+__all__ = ["MODEL", "Classifier"]
 # Arguments in checkpoints of former versions: the value that changes nothing, and who took it over.
 FORMER: dict[str, tuple[Any, str]] = {
     "optimizer": ("adamw", "AdamW alone is left"),
@@ -33,67 +33,27 @@ FORMER: dict[str, tuple[Any, str]] = {
 }
 
 
-class Classifier(L.LightningModule):
+class Classifier(BackboneModule):
     """Cross-entropy on labels, also soft ones (mixup); the parent of PELA and its baselines.
 
     Used by itself it trains the dense model, the low-rank one without a teacher, and fine-tunes
     either on other images.
 
     Args:
-        num_classes: outputs of the head.
-        architecture: timm name of the model.
-        model_args: further arguments of timm.create_model.
-        pretrained: start from the hub's weights. Like init_from not part of the checkpoint.
-        init_from: start from these weights: dense (a checkpoint, state_dict or safetensors file),
-            or low-rank (a checkpoint of this module, or a folder that was exported).
-        ratio: κ, which leaves 1/κ of each layer; null leaves the weights as they come, dense or
-            low-rank.
-        skip: layers to leave dense beside pela.layers.SKIP.
-        ranks: rank of each layer by name, instead of ratio. The module fills it in with what it
-            has, so that its checkpoints load by themselves. Without weights the layers are empty
-            until a checkpoint fills them.
-        lr: peak learning rate of AdamW.
-        betas: of AdamW.
-        weight_decay: decoupled, per unit of learning rate.
         decay_vectors: decay biases and norms too.
-        warmup_steps: optimizer steps, or a share of all if below 1.
-        schedule: "cosine", "linear", "constant_with_warmup", …
-        **former: arguments of former versions, from their checkpoints: refused unless they change
-            nothing.
+        **kwargs: see `BackboneModule`. Arguments of former versions, from their checkpoints, are
+            refused unless they change nothing.
     """
 
-    def __init__(
-        self,
-        num_classes: int,
-        architecture: str = "deit_base_patch16_224",
-        model_args: dict[str, Any] | None = None,
-        pretrained: bool = False,
-        init_from: str | None = None,
-        ratio: float | None = None,
-        skip: list[str] = [],  # noqa: B006  (jsonargparse)
-        ranks: dict[str, int] | None = None,
-        lr: float = 6.25e-5,
-        betas: list[float] = [0.9, 0.999],  # noqa: B006
-        weight_decay: float = 0.05,
-        decay_vectors: bool = False,
-        warmup_steps: float = 0,
-        schedule: str = "cosine",
-        **former: Any,
-    ):
-        super().__init__()
+    def __init__(self, decay_vectors: bool = False, **kwargs: Any):
+        former = {name: kwargs.pop(name) for name in FORMER if name in kwargs}
         refuse_former(former)
-        # where a run began is not what it is: loading it again must not download or need old files
-        self.save_hyperparameters(ignore=["init_from", "teacher_from", "pretrained", *former])
-        self.init_from, self.pretrained = init_from, pretrained
-        self.model: Any = None
+        self.unsaved = (*self.unsaved, *former)
+        super().__init__(**kwargs)
         self.waits_for_checkpoint = False
-        self.accuracy = MulticlassAccuracy(num_classes, average="micro", ignore_index=-100)
+        classes = self.settings.num_classes
+        self.accuracy = MulticlassAccuracy(classes, average="micro", ignore_index=-100)
         self.loss = MeanMetric()
-
-    @property
-    def settings(self) -> Any:
-        """The arguments of __init__."""
-        return self.hparams
 
     def configure_model(self) -> None:
         """Build the model once, on the process's device, and shard it where the strategy asks."""
@@ -175,15 +135,8 @@ class Classifier(L.LightningModule):
         self.log("train/loss", loss, prog_bar=True)
         return loss
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+    def score(self, batch: tuple[Tensor, Tensor]) -> None:
         """Add a batch to the scores."""
-        self._score(batch)
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Add a batch to the scores."""
-        self._score(batch)
-
-    def _score(self, batch: tuple[Tensor, Tensor]) -> None:
         images, targets = batch
         logits = self(images).float()
         valid = (targets != -100).sum()
@@ -191,15 +144,8 @@ class Classifier(L.LightningModule):
             self.accuracy.update(logits, targets)
             self.loss.update(F.cross_entropy(logits, targets), valid)
 
-    def on_validation_epoch_end(self) -> None:
-        """Report `val/accuracy` and `val/loss` over the whole set."""
-        self._report("val")
-
-    def on_test_epoch_end(self) -> None:
-        """Report `test/accuracy` and `test/loss`."""
-        self._report("test")
-
-    def _report(self, stage: str) -> None:
+    def report(self, stage: str) -> None:
+        """Log `val/accuracy` and `val/loss` over the whole set."""
         self.log(f"{stage}/accuracy", self.accuracy.compute(), prog_bar=True)
         self.log(f"{stage}/loss", self.loss.compute())
         self.accuracy.reset()
@@ -217,32 +163,24 @@ class Classifier(L.LightningModule):
         return with_schedule(optimizer, h.schedule, h.warmup_steps, training_steps(self.trainer))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another model before its tensors are compared one by one.
+        """Refuse the checkpoint of another model, or of a former version that trained otherwise.
 
         Raises:
             ValueError: naming what differs.
         """
         saved = checkpoint.get("hyper_parameters", {})
         refuse_former({n: saved[n] for n in FORMER if n in saved and n not in self.hparams})
-        names = [name for name in self.model_names() if name in saved]
-        refuse_another_model(checkpoint, self.hparams, names)
+        super().on_load_checkpoint(checkpoint)
         self.waits_for_checkpoint = False
-
-    def model_names(self) -> tuple[str, ...]:
-        """The arguments that make the model what it is."""
-        return MODEL
 
 
 def refuse_former(arguments: Mapping[str, Any]) -> None:
     """Check arguments of former versions, see FORMER.
 
     Raises:
-        TypeError: for a name that never was one.
         ValueError: if one made another model or training than this version's.
     """
     for name, value in arguments.items():
-        if name not in FORMER:
-            raise TypeError(f"unexpected argument {name!r}")
         neutral, successor = FORMER[name]
         if neutral is not None and value != neutral:
             raise ValueError(

@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_modules.gradient_shares import log_gradient_shares
 from lightning_modules.pela.classifier_module import Classifier
 from lightning_modules.pela.features import Features
 from lightning_modules.pela.losses import feature_distillation, weight_perturbation
@@ -86,26 +87,8 @@ class PELA(Classifier):
         loss = torch.stack(list(weighted.values())).sum()
         self.log_dict({f"train/{name}": value.detach() for name, (_, value) in terms.items()})
         self.log("train/loss", loss, prog_bar=True)
-        if len(terms) > 1 and self._logs_now():
-            self.log_dict(self._shares(weighted))
+        log_gradient_shares(self, weighted)
         return loss
-
-    def _logs_now(self) -> bool:
-        """Whether the trainer logs this step; not where parameters are sharded."""
-        trainer: Any = self._trainer
-        if trainer is None or self.device_mesh is not None:
-            return False
-        return (trainer.global_step + 1) % trainer.log_every_n_steps == 0
-
-    def _shares(self, weighted: dict[str, Tensor]) -> dict[str, Tensor]:
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        norms = {}
-        for name, value in weighted.items():
-            gradients = torch.autograd.grad(value, trained, retain_graph=True, allow_unused=True)
-            parts = [g.float().norm() for g in gradients if g is not None]
-            norms[name] = torch.stack(parts).norm()
-        total = torch.stack(list(norms.values())).sum().clamp(min=1e-30)
-        return {f"train/share_{name}": norm / total for name, norm in norms.items()}
 
 
 def required(teacher: nn.Module | None) -> nn.Module:

@@ -1,13 +1,15 @@
 """Object detection on a dense backbone and on low-rank ones, fine-tuned the same way.
 
-Deformable DETR on COCO. Compared are the dense backbone, the same weights factorised directly,
-and, with --repaired, a checkpoint that PELA's intermediate stage has repaired. --larger-batch N
-also trains the last of these with N images per device, in the memory that low rank leaves free
-(PELA+). Dense weights come from the stage's YAML, or from --model.init_from.
+Mask R-CNN on COCO; presets `tiny` and `detr` have Deformable DETR, which needs no compiled operator
+of torchvision. Compared are the dense backbone, the same weights factorised directly, and, with
+--repaired, a checkpoint that PELA's intermediate stage has repaired. --larger-batch N also trains
+the last of these with N images per device, in the memory that low rank leaves free (PELA+). Dense
+weights come from the stage's YAML, or from --model.init_from.
 
     python -m recipes.pela.detection                             generated shapes, under a minute
     python -m recipes.pela.detection --preset paper --repaired runs/…/last.ckpt \\
         --data.root /data/coco
+    python -m recipes.pela.detection --preset detr --data.root /data/coco
 
 There is no preset in between: this workplace has no COCO.
 """
@@ -22,8 +24,8 @@ TASK = Task(
     title="Object detection",
     scores={"mAP": "val/map", "mAP at IoU .5": "val/map_50", "at .75": "val/map_75"},
     note="Paper (COCO): Mask and Cascade R-CNN of mmdetection on Swin; its tables of absolute "
-    "numbers could not be found again. Here the detector is Deformable DETR, so only the "
-    "differences between backbones are comparable.",
+    "numbers could not be found again. Preset `paper` is torchvision's Mask R-CNN on Swin; its "
+    "multiply-adds are those of backbone and feature pyramid. The others are Deformable DETR.",
 )
 
 

@@ -117,13 +117,13 @@ def measure(m: Measuring) -> Iterator[Row]:
     module = type_of(stage.settings.model).load_from_checkpoint(
         stage.checkpoint, map_location="cpu", weights_only=True
     )
-    model = module.model.requires_grad_(False)
+    module.requires_grad_(False)
     data = stage.datamodule()
     size = data.image_size
     values = {title: stage.metrics[name] for title, name in m.settings["scores"].items()}
     values |= {
-        "parameters": count_parameters(model),
-        "macs": count_macs(model, (1, 3, size, size)),
+        "parameters": count_parameters(module.model),
+        "macs": count_macs(module.counted(), (1, 3, size, size)),
         "seconds": stage.seconds,
     }
     for metric, value in values.items():
@@ -147,10 +147,10 @@ def report(task: Task, table: pd.DataFrame, run: Run) -> list[str]:
     return [
         f"# {task.title} on dense and low-rank backbones, preset {run.preset}",
         provenance(run.command, table),
-        "Scores in %, mean ± standard deviation over seeds, on the validation images at "
-        "`data.image_size`; the difference to the dense backbone seed by seed, with its 95 % "
-        "interval. Parameters and multiply-adds (of one image) are those of the whole model, heads "
-        "included. Seconds are those of the training, validation included.",
+        "Scores in %, mean ± standard deviation over seeds, on the validation images; the "
+        "difference to the dense backbone seed by seed, with its 95 % interval. Parameters and "
+        "multiply-adds (of one image) are those of the whole model, heads included. Seconds are "
+        "those of the training, validation included.",
         tabulate(table, TITLES, columns, heading="backbone").markdown(),
         "" if run.options.repaired else missing,
         task.note,

@@ -23,7 +23,7 @@ TASK = Task(
     scores={"mIoU": "val/miou", "pixel accuracy": "val/pixel_accuracy"},
     note="Paper (ADE20K, UPerNet): PELA+, which trains with a larger batch in the memory saved, "
     "gains 0.57 and 0.78 mIoU over PELA (Table 9). Its tables of absolute numbers could not be "
-    "found again. There mIoU is at the images' own size.",
+    "found again. mIoU is at the labels' own size, here as there.",
 )
 
 

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -9,7 +10,7 @@ from pycocotools import mask
 from pycocotools.coco import COCO
 
 from datamodules import DetectionData
-from datamodules.detection import NUMBERS, area_of, read_coco, write_coco
+from datamodules.detection import NUMBERS, area_of, read_coco, read_masks, write_coco
 from datamodules.scenes import SHAPES
 
 
@@ -62,7 +63,8 @@ def test_boxes_lie_on_their_shapes_in_every_view(folder):
         for _ in range(3):
             image, target, _ = samples[index]
             brightness = image.mean(0)
-            for x, y, width, height in (target["boxes"] * 64).tolist():
+            sides = target["seen"].flip(0).repeat(2)
+            for x, y, width, height in (target["boxes"] * sides).tolist():
                 rows = slice(int(y - height / 4), int(y + height / 4))
                 columns = slice(int(x - width / 4), int(x + width / 4))
                 assert brightness[rows, columns].mean() > 0.42
@@ -73,10 +75,54 @@ def test_boxes_lie_on_their_shapes_in_every_view(folder):
 def test_evaluation_boxes_come_back_in_pixels(folder):
     for image in range(9):
         _, target, _ = data(folder).samples("val")[image]
-        centre, size = (target["boxes"] * target["side"]).split(2, dim=1)
+        sides = target["size"].flip(0).repeat(2)
+        centre, size = (target["boxes"] * sides).split(2, dim=1)
         corners = torch.cat([centre - size / 2, centre + size / 2], dim=1)
         truth = target["truth"]["boxes"][target["truth"]["iscrowd"] == 0]
         torch.testing.assert_close(corners, truth, atol=0.5, rtol=0)
+
+
+def test_the_image_is_at_the_top_left_of_its_square_flipped_or_not(folder):
+    for part in ("train", "val"):
+        samples = data(folder, mean=(0.5, 0.5, 0.5)).samples(part)
+        torch.manual_seed(0)
+        shapes = set()
+        for index in range(len(samples)):
+            image, target, _ = samples[index]
+            height, width = target["seen"].tolist()
+            shapes.add((height, width))
+            assert max(height, width) == 64 and target["size"].max() in (48, 64)
+            padding = torch.ones(64, 64, dtype=torch.bool)
+            padding[:height, :width] = False
+            assert (image[:, padding].abs() < 0.01).all()  # the mean
+            assert (image[:, ~padding].abs() > 0.01).float().mean() > 0.9
+        assert len(shapes) == 3
+
+
+def test_masks_follow_their_image(folder):
+    """Generated masks are the boxes themselves: polygons; and run lengths of a crowd."""
+    samples = data(folder, masks=True).samples("train")
+    torch.manual_seed(0)
+    for index in range(len(samples)):
+        _, target, _ = samples[index]
+        height, width = target["size"].tolist()
+        truth = target["truth"]
+        assert truth["masks"].shape == (len(truth["boxes"]), height, width)
+        assert truth["masks"].dtype == torch.bool
+        sums = truth["masks"].sum((1, 2)).float()
+        torch.testing.assert_close(sums, truth["area"], rtol=0.05, atol=0)
+        assert target["masks"].shape == (len(target["boxes"]), 64, 64)
+        sides = target["seen"].flip(0).repeat(2)
+        for mask_, box in zip(target["masks"], target["boxes"] * sides, strict=True):
+            rows, columns = mask_.nonzero().unbind(1)
+            x, y, w, h = box.tolist()
+            found = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+            expected = torch.tensor([x - w / 2, y - h / 2, x + w / 2, y + h / 2])
+            torch.testing.assert_close(torch.stack(found).float(), expected, atol=1.5, rtol=0)
+    with pytest.raises(ValueError, match="has the mask None, expected polygons or run lengths"):
+        read_masks([None], 4, 4)
+    encoded = mask.encode(np.asfortranarray(np.eye(4, dtype=np.uint8)))
+    assert torch.equal(read_masks([encoded], 4, 4)[0], torch.eye(4).bool())
 
 
 def test_batches_and_what_fills_the_last_one(folder):

@@ -39,20 +39,23 @@ def test_zero_is_ignored_and_classes_move_down(folder):
     assert (labels[raw == 0] == -100).all() and (raw == 0).any()
 
 
-def test_evaluation_keeps_the_whole_image_in_a_square(folder):
+def test_evaluation_resizes_the_shorter_side_and_leaves_the_labels_alone(folder):
+    shapes = set()
     for index in range(5):
         samples = data(folder).samples("val")
         image, labels = samples[index]
-        width, height = Image.open(samples.pairs[index][0]).size
-        short = round(32 * min(width, height) / max(width, height))
-        seen = (slice(0, short), slice(None)) if width > height else (slice(None), slice(0, short))
-        assert image.shape == (3, 32, 32) and labels.shape == (32, 32)
-        assert type(image) is type(labels) is torch.Tensor and labels.dtype == torch.int64
-        padding = torch.ones(32, 32, dtype=torch.bool)
-        padding[seen] = False
-        assert (labels[padding] == -100).all() and (image[:, padding] == 0).all()
-        assert (labels[seen][1:-1, 1:-1] != -100).all()
+        file = Image.open(samples.pairs[index][0])
+        short = min(file.size)
+        assert image.shape == (3, *(side * 32 // short for side in (file.height, file.width)))
+        assert min(image.shape[1:]) == 32
+        assert labels.shape == (file.height, file.width) and labels.dtype == torch.int64
+        assert type(image) is type(labels) is torch.Tensor
+        assert torch.equal(labels, samples.read(index)[1].long())
         assert torch.equal(image, samples[index][0])  # nothing random
+        shapes.add(tuple(image.shape))
+    assert len(shapes) > 1
+    images, labels = next(iter(data(folder, eval_batch_size=5).val_dataloader()))
+    assert [len(images), len(labels)] == [5, 5] and isinstance(images, list)
 
 
 def test_training_moves_image_and_labels_alike(folder):

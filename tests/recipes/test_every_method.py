@@ -53,11 +53,16 @@ STAGES = {
         *("--data.batch_size=208", VALIDATED),
     ],
     "matformer/matlm": ["--data.max_bytes=60000", "--data.eval_tokens=1000", BY_STEPS],
-    ALBEF_REPAIR: [*PAIRS, "--model.distillation=tinybert", "--model.warmup_steps=2"],
+    ALBEF_REPAIR: [
+        *PAIRS,
+        *("--model.setting=paper", "--model.p=2.0", "--model.fd_weight=1.0e-3"),
+        "--model.warmup_steps=2",
+    ],
     "albef/vqa": [*PAIRS, "--model.tuning=lora"],
     "pela/segmentation": SCENES,
     "pela/detection": SCENES,
 }
+TINYBERT = "--model.distillation=tinybert"  # ALBEF's other one
 STEPS, KILLED_AT, RESUMED_AT = 8, 5, 4
 
 
@@ -135,15 +140,17 @@ def in_two_processes(stage, folder, strategy, *options):
     return stage_runs.in_two_processes(stage, folder, strategy, *options, witness=Witness)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_killed_run_continues_as_if_nothing_had_happened(stage, tmp_path):
-    whole = in_one_process(stage, tmp_path / "whole")
+@pytest.mark.parametrize(
+    ("stage", "further"), [*((stage, []) for stage in STAGES), (ALBEF_REPAIR, [TINYBERT])]
+)
+def test_a_killed_run_continues_as_if_nothing_had_happened(stage, further, tmp_path):
+    whole = in_one_process(stage, tmp_path / "whole", *further)
     assert len(set(whole["losses"])) == STEPS
     with pytest.raises(Killed):
-        in_one_process(stage, tmp_path / "killed", kill_at=KILLED_AT)
+        in_one_process(stage, tmp_path / "killed", *further, kill_at=KILLED_AT)
     torch.manual_seed(12345)  # another process would not be where this one is
     last = f"--ckpt_path={tmp_path / 'killed' / 'last.ckpt'}"
-    resumed = in_one_process(stage, tmp_path / "resumed", last)
+    resumed = in_one_process(stage, tmp_path / "resumed", *further, last)
     assert resumed["losses"] == whole["losses"][RESUMED_AT:]
     assert_same(resumed["weights"], whole["weights"])
     assert_same_scores(tmp_path)
@@ -152,6 +159,8 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(stage, tmp_path):
     )
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "hyper_parameters"):
         assert_same(one[part], other[part])
+    if stage in (REPAIR, ALBEF_REPAIR):
+        assert_terms_are_felt(logged(tmp_path / "whole", "train/share_"))
     if stage == REPAIR:
         with pytest.raises(ValueError, match="another model: its ratio is 2.0, this run's is 3.0"):
             in_one_process(stage, tmp_path / "other", last, "--model.ratio=3.0")
@@ -178,6 +187,15 @@ def assert_same_scores(folder):
     scores, later = (logged(folder / run, "val/") for run in ("whole", "resumed"))
     assert later
     assert later == scores[len(scores) - len(later) :]
+
+
+def assert_terms_are_felt(rows):
+    """Of every step three shares of the gradient; with p = 2, L_rwp begins at its minimum."""
+    assert len(rows) == STEPS
+    for row in rows:
+        shares = {name.removeprefix("train/share_"): float(x) for name, x in row.items()}
+        assert set(shares) == {"base", "distillation", "perturbation"}
+        assert sum(shares.values()) == pytest.approx(1) and min(shares.values()) > 0
 
 
 QUIET = f"--model.model_args={json.dumps(VIT)}"  # no noise that each process draws for itself

@@ -1,18 +1,19 @@
 """Deformable DETR on a pyramid of feature maps: boxes with classes.
 
 The paper detects with Mask and Cascade R-CNN of mmdetection. Deformable DETR (arXiv 2010.04159)
-takes the same backbone as a drop-in, reads the same pyramid, and needs no compiled operator.
+takes the same backbone as a drop-in, reads the same pyramid, and needs no compiled operator;
+`mask_rcnn.py` has Mask R-CNN.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import DeformableDetrConfig, DeformableDetrForObjectDetection, TimmBackboneConfig
 
-from lightning_modules.pela.downstream.pyramid import Pyramid
+from lightning_modules.pela.downstream.pyramid import Pyramid, shrunk
 
 # a small backbone that the model is built with and that is then taken out
 STAND_IN = TimmBackboneConfig(backbone="test_resnet", out_indices=[1, 2, 3])  # type: ignore[call-arg]
@@ -27,9 +28,9 @@ class _Maps(nn.Module):
         self.pyramid = pyramid
 
     def forward(self, images: Tensor, mask: Tensor) -> list[tuple[Tensor, Tensor]]:
-        maps = self.pyramid(images)
-        masks = [F.interpolate(mask[None].float(), size=m.shape[-2:])[0].bool() for m in maps]
-        return list(zip(maps, masks, strict=True))
+        seen = mask.bool()
+        maps = self.pyramid(images, seen)
+        return [(features, shrunk(seen, features.shape[-2:])) for features in maps]
 
 
 class Detector(nn.Module):
@@ -68,29 +69,42 @@ class Detector(nn.Module):
             last.bias.copy_(torch.tensor([0.0, 0.0, -2.0, -2.0]))
 
     def forward(
-        self, images: Tensor, targets: list[dict[str, Tensor]] | None = None
+        self,
+        images: Tensor,
+        seen: Tensor | None = None,
+        targets: list[dict[str, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Class logits (B, Q, K), boxes (B, Q, 4) and, with targets, the loss.
 
-        Boxes are (centre x, centre y, width, height) as shares of the image's sides. The loss is
-        DETR's: focal, L1 and generalised IoU after bipartite matching, of every decoder layer.
+        Boxes are (centre x, centre y, width, height) as shares of the image's sides. Its padding
+        gives no value to any attention. The loss is DETR's: focal, L1 and generalised IoU after
+        bipartite matching, of every decoder layer.
 
         Args:
             images: (B, 3, H, W).
+            seen: (B, 2), the height and width that are the image; the rest, at the right and at
+                the bottom, is padding. None: there is none.
             targets: for each image "class_labels" (n,) and "boxes" (n, 4); one box at least in
                 the whole batch.
         """
-        found = self.detr(pixel_values=images, labels=targets)
+        mask = None if seen is None else pixel_mask(seen, images.shape[-2:])
+        found = self.detr(pixel_values=images, pixel_mask=mask, labels=targets)
         return found.logits, found.pred_boxes, found.loss
 
 
-def postprocess(logits: Tensor, boxes: Tensor, sides: Tensor, most: int = 100) -> list[dict]:
+def pixel_mask(seen: Tensor, size: Sequence[int]) -> Tensor:
+    """Which pixels are of the image, (B, H, W), for heights and widths (B, 2)."""
+    rows, columns = (torch.arange(side, device=seen.device) for side in size)
+    return (rows[:, None] < seen[:, 0, None, None]) & (columns < seen[:, 1, None, None])
+
+
+def postprocess(logits: Tensor, boxes: Tensor, sizes: Tensor, most: int = 100) -> list[dict]:
     """The best boxes of each image in pixels, for torchmetrics' MeanAveragePrecision.
 
     Args:
         logits: (B, Q, K).
         boxes: (B, Q, 4), see `Detector`.
-        sides: (B,), the length in pixels of the side that 1 stands for.
+        sizes: (B, 2), height and width of the images in pixels.
         most: boxes of an image to keep, of all pairs of query and class.
 
     Returns:
@@ -101,6 +115,11 @@ def postprocess(logits: Tensor, boxes: Tensor, sides: Tensor, most: int = 100) -
     queries, labels = places // logits.shape[-1], places % logits.shape[-1]
     centre, size = boxes.split(2, dim=-1)
     corners = torch.cat([centre - size / 2, centre + size / 2], dim=-1)
-    corners = corners.gather(1, queries[..., None].expand(-1, -1, 4)) * sides[:, None, None]
+    corners = corners.gather(1, queries[..., None].expand(-1, -1, 4)) * corner_scale(sizes)
     parts = zip(scores, labels, corners, strict=True)
     return [{"scores": s, "labels": k, "boxes": c} for s, k, c in parts]
+
+
+def corner_scale(sizes: Tensor) -> Tensor:
+    """(B, 1, 4), what shares (x1, y1, x2, y2) are multiplied by, for heights and widths (B, 2)."""
+    return sizes.flip(1).repeat(1, 2)[:, None]

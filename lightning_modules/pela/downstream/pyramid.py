@@ -3,8 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from timm.layers import LayerNorm2d
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_modules.backbones import build_vision
 from lightning_modules.pela.checkpoint import start_from
@@ -95,13 +98,40 @@ class Pyramid(nn.Module):
             _resize(level, self.channels[0]) if plain else nn.Identity() for level in levels
         )
 
-    def forward(self, images: Tensor) -> list[Tensor]:
-        """Maps (B, C_k, H / s_k, W / s_k), finest first, for images (B, 3, H, W)."""
+    def forward(self, images: Tensor, seen: Tensor | None = None) -> list[Tensor]:
+        """Maps (B, C_k, H / s_k, W / s_k), finest first.
+
+        Args:
+            images: (B, 3, H, W).
+            seen: (B, H, W), true where there is no padding. The patches of a plain ViT then do not
+                attend to padding (Swin's windows do, as elsewhere), and the maps are 0 there.
+        """
+        masked: dict[str, Any] = {}
+        if seen is not None and isinstance(self.backbone, VisionTransformer):
+            masked["attn_mask"] = self._attended(seen)
         maps = self.backbone.forward_intermediates(
-            images, indices=self.indices, intermediates_only=True, output_fmt="NCHW"
+            images, indices=self.indices, intermediates_only=True, output_fmt="NCHW", **masked
         )
         levels = zip(self.norms, self.resize, maps, strict=True)
-        return [resize(norm(features)) for norm, resize, features in levels]
+        return [cut(resize(cut(norm(features), seen)), seen) for norm, resize, features in levels]
+
+    def _attended(self, seen: Tensor) -> Tensor:
+        """Which tokens of a ViT may be attended to, (B, 1, 1, tokens)."""
+        grid = self.backbone.patch_embed.dynamic_feat_size(seen.shape[-2:])
+        prefix = seen.new_ones(len(seen), self.backbone.num_prefix_tokens)
+        return torch.cat([prefix, shrunk(seen, grid).flatten(1)], dim=1)[:, None, None]
+
+
+def shrunk(seen: Tensor, size: Sequence[int]) -> Tensor:
+    """A mask (B, H, W) at a map's size, by the nearest pixel."""
+    return F.interpolate(seen[:, None].float(), size=tuple(size))[:, 0].bool()
+
+
+def cut(features: Tensor, seen: Tensor | None) -> Tensor:
+    """A map (B, C, h, w) with 0 where there is padding."""
+    if seen is None:
+        return features
+    return features.masked_fill(~shrunk(seen, features.shape[-2:])[:, None], 0)
 
 
 def _resize(level: int, channels: int) -> nn.Module:

@@ -1,7 +1,9 @@
 """UPerNet on a pyramid of feature maps: a class for every pixel."""
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import UperNetConfig
@@ -56,3 +58,30 @@ def segmentation_loss(
         for logits in outputs
     )
     return main + auxiliary_weight * auxiliary
+
+
+def slide(model: Callable[[Tensor], Tensor], image: Tensor) -> Tensor:
+    """Logits of an image of any shape, from squares: mmsegmentation's sliding inference.
+
+    The squares are as large as the shorter side S and ⌊2 S / 3⌋ apart, the last at the border;
+    where they overlap their logits are averaged.
+
+    Args:
+        model: squares (B, 3, S, S) to logits (B, K, S, S).
+        image: (3, h, w).
+
+    Returns:
+        (K, h, w).
+    """
+    side, longer = sorted(image.shape[-2:])
+    axis = -1 if image.shape[-1] == longer else -2
+    stride = max(1, 2 * side // 3)
+    starts = [min(start, longer - side) for start in range(0, longer - side + stride, stride)]
+    squares = torch.stack([image.narrow(axis, start, side) for start in starts])
+    found = model(squares)
+    total = found.new_zeros(found.shape[1], *image.shape[-2:])
+    count = found.new_zeros(image.shape[-2:])
+    for start, logits in zip(starts, found, strict=True):
+        total.narrow(axis, start, side).add_(logits)
+        count.narrow(axis, start, side).add_(1)
+    return total / count

@@ -22,7 +22,7 @@ from lightning_modules.pela.downstream import (
     build_backbone,
 )
 from lightning_modules.pela.downstream.detection import postprocess
-from lightning_modules.pela.downstream.segmentation import segmentation_loss
+from lightning_modules.pela.downstream.segmentation import segmentation_loss, slide
 
 VIT = "vit_tiny_patch16_224"
 ARGS = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 4}
@@ -63,8 +63,10 @@ def repaired(dense, tmp_path_factory):
 
 def targets():
     """Two images, one of them empty."""
+    square = {"seen": torch.tensor([32, 32]), "size": torch.tensor([32, 32])}
     box = {"boxes": torch.tensor([[0.5, 0.5, 0.2, 0.4]]), "class_labels": torch.tensor([1])}
     none = {"boxes": torch.zeros(0, 4), "class_labels": torch.zeros(0, dtype=torch.int64)}
+    box, none = {**box, **square}, {**none, **square}
     return [box, none]
 
 
@@ -155,8 +157,9 @@ def test_miou_sums_the_whole_set_and_leaves_out_what_has_no_label(monkeypatch):
     truth = torch.randint(3, (3, 2, 8, 8), generator=generator)
     truth[0, 0] = truth[2] = -100  # an image, and a batch that only fills up
     for predicted, labels in zip(found, truth, strict=True):
-        module.model = lambda _, predicted=predicted: F.one_hot(predicted, 4).permute(0, 3, 1, 2)
-        module.score((images(), labels))
+        each = iter(predicted)
+        module.model = lambda _, each=each: F.one_hot(next(each), 4).permute(2, 0, 1)[None].float()
+        module.score((list(images(size=8)), list(labels)))
     module.report("val")
     seen = truth != -100
     shares = []
@@ -166,6 +169,50 @@ def test_miou_sums_the_whole_set_and_leaves_out_what_has_no_label(monkeypatch):
     assert logged["val/miou"].item() == pytest.approx(sum(shares) / 3, abs=1e-6)
     right = (found == truth).sum() / seen.sum()
     assert logged["val/pixel_accuracy"].item() == pytest.approx(right.item(), abs=1e-6)
+
+
+def test_scores_are_at_the_labels_own_size(monkeypatch):
+    """By hand: an image of 2 x 2 pixels whose labels are 4 x 4 and 2 x 6."""
+    module = Segmentation(num_classes=2, architecture=VIT, model_args=ARGS)
+    logged = {}
+    monkeypatch.setattr(module, "log", lambda name, value, **_: logged.update({name: value}))
+    # class 1 on the right: bilinear from 2 to 4 columns, the logits 0 | 4 become 0 1 3 4 against 2
+    module.model = lambda x: torch.stack([torch.full_like(x[:, 0], 2.0), x[:, 0] * 4], dim=1)
+    image = torch.tensor([[0.0, 1.0], [0.0, 1.0]]).expand(3, 2, 2)
+    four = torch.tensor([0, 0, 1, 1]).expand(4, 4).clone()
+    four[0] = torch.tensor([1, 1, 1, -100])  # two of sixteen are wrong, one does not count
+    # from 2 to 6 columns: 0 0 4/3 8/3 4 4
+    six = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
+    assert [x.tolist() for x in module.predict_step(([image], [six]), 0)] == [
+        [[0, 0, 0, 1, 1, 1]] * 2
+    ]
+    module.score(([image, image], [four, six]))
+    module.report("val")
+    # found 0: 8 + 6 pixels, of which 2 + 1 are 1; found 1: 7 + 6, all of them 1
+    assert logged["val/miou"].item() == pytest.approx((11 / 14 + 13 / 16) / 2)
+    assert logged["val/pixel_accuracy"].item() == pytest.approx(24 / 27)
+
+
+@pytest.mark.parametrize(("height", "width"), [(6, 6), (6, 7), (6, 17), (17, 6), (6, 14)])
+def test_sliding_averages_overlapping_squares(height, width):
+    """mmsegmentation's loops, written out; logits that depend on where in its square a pixel is."""
+    torch.manual_seed(0)
+    weights = torch.randn(2, 6, 6)
+
+    def model(squares):
+        return squares.sum(1, keepdim=True) * weights
+
+    image = torch.randn(3, height, width)
+    total, count = torch.zeros(2, height, width), torch.zeros(height, width)
+    crop, stride = 6, 4
+    for row in range(max(height - crop + stride - 1, 0) // stride + 1):
+        for column in range(max(width - crop + stride - 1, 0) // stride + 1):
+            bottom, right = min(row * stride + crop, height), min(column * stride + crop, width)
+            top, left = max(bottom - crop, 0), max(right - crop, 0)
+            square = image[:, top:bottom, left:right]
+            total[:, top:bottom, left:right] += model(square[None])[0]
+            count[top:bottom, left:right] += 1
+    torch.testing.assert_close(slide(model, image), total / count)
 
 
 def test_batch_normalisation_that_nobody_would_synchronise_is_refused(monkeypatch):
@@ -179,7 +226,7 @@ def test_batch_normalisation_that_nobody_would_synchronise_is_refused(monkeypatc
 
 def test_detector_starts_with_rare_small_boxes_and_trains_every_parameter():
     detector = Detector(Pyramid(build_backbone(VIT, ARGS)[0], finest=1), 7, DETR)
-    logits, boxes, loss = detector(images(), targets())
+    logits, boxes, loss = detector(images(), targets=targets())
     assert logits.shape == (2, 6, 7) and boxes.shape == (2, 6, 4)
     assert logits.sigmoid().mean().item() == pytest.approx(0.01, rel=0.5)
     torch.testing.assert_close(boxes[..., 2:], torch.full((2, 6, 2), 1 / (1 + math.exp(2))))
@@ -213,10 +260,10 @@ def test_a_box_weighs_the_same_on_whichever_process_it_is(monkeypatch):
 def test_postprocess_takes_the_best_pairs_and_gives_pixels():
     logits = torch.tensor([[[0.0, 3.0, -9.0], [2.0, -9.0, -9.0]]])
     boxes = torch.tensor([[[0.5, 0.5, 0.2, 0.4], [0.2, 0.3, 0.2, 0.2]]])
-    [found] = postprocess(logits, boxes, torch.tensor([100.0]), most=3)
+    [found] = postprocess(logits, boxes, torch.tensor([[100, 50]]), most=3)
     torch.testing.assert_close(found["scores"], torch.tensor([3.0, 2.0, 0.0]).sigmoid())
     assert found["labels"].tolist() == [1, 0, 0]
-    corners = torch.tensor([[40.0, 30, 60, 70], [10, 20, 30, 40], [40, 30, 60, 70]])
+    corners = torch.tensor([[20.0, 30, 30, 70], [5, 20, 15, 40], [20, 30, 30, 70]])
     torch.testing.assert_close(found["boxes"], corners)
 
 
@@ -230,7 +277,7 @@ def test_map_counts_each_box_once_and_forgives_crowds(monkeypatch):
         right = [{k: t[k] for k in ("boxes", "labels")} for t in truths]  # crowds found as well
         monkeypatch.setattr(
             module,
-            "_boxes",
+            "found",
             lambda _, right=right: [{**r, "scores": torch.ones(len(r["labels"]))} for r in right],
         )
         module.score(batch)

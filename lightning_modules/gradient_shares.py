@@ -1,0 +1,44 @@
+"""Which of a loss's terms is felt: each one's share of the gradient."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+
+def gradient_shares(
+    weighted: Mapping[str, Tensor], parameters: Iterable[torch.nn.Parameter]
+) -> dict[str, Tensor]:
+    """‖g_i‖ / Σ_j ‖g_j‖ by name, with g_i the gradient of a term; the graph stays whole.
+
+    Args:
+        weighted: the terms as they are added up.
+        parameters: with respect to those that train.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    norms = {}
+    for name, value in weighted.items():
+        gradients = torch.autograd.grad(value, trained, retain_graph=True, allow_unused=True)
+        parts = [g.float().norm() for g in gradients if g is not None]
+        norms[name] = torch.stack(parts).norm()
+    total = torch.stack(list(norms.values())).sum().clamp(min=1e-30)
+    return {name: norm / total for name, norm in norms.items()}
+
+
+def log_gradient_shares(module: L.LightningModule, weighted: Mapping[str, Tensor]) -> None:
+    """Log `train/share_…` of a module's terms at the steps that its trainer logs.
+
+    Not of a single term, and not where parameters are sharded. A backward pass for each term.
+
+    Args:
+        module: with its `model`.
+        weighted: see `gradient_shares`.
+    """
+    trainer: Any = module._trainer
+    if len(weighted) < 2 or trainer is None or module.device_mesh is not None:
+        return
+    if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
+        shares = gradient_shares(weighted, module.model.parameters())  # type: ignore[operator, union-attr]
+        module.log_dict({f"train/share_{name}": share for name, share in shares.items()})

@@ -1,0 +1,101 @@
+"""What every training of a timm model has in common, be it dense or low-rank."""
+
+from typing import Any
+
+import lightning as L
+
+from lightning_modules.weights import refuse_another_model
+
+MODEL = ("architecture", "model_args", "num_classes", "ratio", "skip", "ranks")
+
+
+class BackboneModule(L.LightningModule):
+    """A timm model, dense or low-rank: where its weights come from, and how it learns.
+
+    Args:
+        num_classes: of the task.
+        architecture: timm name of the model, or of the backbone.
+        model_args: further arguments of timm.create_model; img_size is the task's.
+        pretrained: start from the hub's weights. Like init_from not part of the checkpoint.
+        init_from: start from these weights: dense (a checkpoint, state_dict or safetensors file),
+            or low-rank (a checkpoint of PELA, or a folder that was exported), which then stay
+            low-rank.
+        ratio: κ, which leaves 1/κ of each layer; null leaves the weights as they come, dense or
+            low-rank.
+        skip: layers to leave dense beside pela.layers.SKIP.
+        ranks: rank of each layer by name, instead of ratio. The module fills it in with what it
+            has, so that its checkpoints load by themselves. Without weights the layers are empty
+            until a checkpoint fills them.
+        lr: peak learning rate of AdamW.
+        betas: of AdamW.
+        weight_decay: decoupled, per unit of learning rate.
+        warmup_steps: optimizer steps, or a share of all if below 1.
+        schedule: "cosine", "linear", "polynomial", "constant_with_warmup", …
+    """
+
+    # where a run began is not what it is: loading it again must not download or need old files
+    unsaved: tuple[str, ...] = ("init_from", "teacher_from", "pretrained")
+
+    def __init__(
+        self,
+        num_classes: int,
+        architecture: str = "deit_base_patch16_224",
+        model_args: dict[str, Any] | None = None,
+        pretrained: bool = False,
+        init_from: str | None = None,
+        ratio: float | None = None,
+        skip: list[str] = [],  # noqa: B006  (jsonargparse)
+        ranks: dict[str, int] | None = None,
+        lr: float = 6.25e-5,
+        betas: list[float] = [0.9, 0.999],  # noqa: B006
+        weight_decay: float = 0.05,
+        warmup_steps: float = 0,
+        schedule: str = "cosine",
+    ):
+        super().__init__()
+        self.save_hyperparameters(ignore=self.unsaved)
+        self.init_from, self.pretrained = init_from, pretrained
+        self.model: Any = None
+
+    def score(self, batch: Any) -> None:
+        """Add a batch to the task's metrics."""
+        raise NotImplementedError
+
+    def report(self, stage: str) -> None:
+        """Log the task's metrics over all batches as `stage/…`, and begin anew."""
+        raise NotImplementedError
+
+    @property
+    def settings(self) -> Any:
+        """The arguments of __init__."""
+        return self.hparams
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Score a batch."""
+        self.score(batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Score a batch."""
+        self.score(batch)
+
+    def on_validation_epoch_end(self) -> None:
+        """Report what validation found."""
+        self.report("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Report what the test found."""
+        self.report("test")
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse the checkpoint of another model before its tensors are compared one by one.
+
+        Raises:
+            ValueError: naming what differs.
+        """
+        saved = checkpoint.get("hyper_parameters", {})
+        names = [name for name in self.model_names() if name in saved]
+        refuse_another_model(checkpoint, self.hparams, names)
+
+    def model_names(self) -> tuple[str, ...]:
+        """The arguments that make the model what it is."""
+        return MODEL

@@ -1,0 +1,123 @@
+"""Mask R-CNN on a pyramid of feature maps: boxes with classes and masks.
+
+torchvision's (arXiv 1703.06870, with a feature pyramid, arXiv 1612.03144): it needs torchvision's
+compiled operators, and so an installation that fits torch.
+"""
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchvision.models.detection import MaskRCNN
+from torchvision.models.detection.image_list import ImageList
+from torchvision.models.detection.roi_heads import paste_masks_in_image
+from torchvision.ops import FeaturePyramidNetwork
+from torchvision.ops.boxes import clip_boxes_to_image, remove_small_boxes
+from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
+
+from lightning_modules.pela.downstream.detection import corner_scale
+from lightning_modules.pela.downstream.pyramid import Pyramid
+
+
+class TopDown(nn.Module):
+    """A pyramid's four maps and a fifth, all of as many channels: what the heads read."""
+
+    def __init__(self, pyramid: Pyramid, channels: int = 256):
+        super().__init__()
+        self.pyramid, self.out_channels = pyramid, channels
+        self.fpn = FeaturePyramidNetwork(pyramid.channels, channels, LastLevelMaxPool())
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        """Maps (B, channels, H / s, W / s) by level for images (B, 3, H, W)."""
+        maps = self.pyramid(images)
+        return self.fpn(OrderedDict((str(level), one) for level, one in enumerate(maps)))
+
+
+class MaskDetector(nn.Module):
+    """torchvision's Mask R-CNN for batches of squares.
+
+    Resizing and normalising are the DataModule's. Regions are proposed and found where the image
+    is, not in the padding of its square.
+
+    Args:
+        pyramid: what it reads, with finest=0.
+        num_classes: K, without a class for the background.
+        settings: further arguments of torchvision's MaskRCNN (box_detections_per_img, …).
+    """
+
+    def __init__(self, pyramid: Pyramid, num_classes: int, settings: dict[str, Any] | None = None):
+        super().__init__()
+        self.rcnn = MaskRCNN(TopDown(pyramid), num_classes + 1, **(settings or {}))
+
+    def forward(
+        self, images: Tensor, seen: Tensor, targets: list[dict[str, Tensor]] | None = None
+    ) -> Any:
+        """In training the losses by name, else what is found in each image.
+
+        Args:
+            images: (B, 3, S, S).
+            seen: (B, 2), the height and width in the square that are the image.
+            targets: in training, for each image "class_labels" (n,), "boxes" (n, 4) as shares of
+                the image's sides, (centre x, centre y, width, height), and "masks" (n, S, S).
+
+        Returns:
+            For each image "boxes" (n, 4), corners in pixels of the square, "labels" (n,), "scores"
+            (n,) and "masks" (n, 1, 28, 28), probabilities within the box.
+        """
+        sides = [(int(height), int(width)) for height, width in seen]
+        given = None if targets is None else regions(targets, seen)
+        maps = self.rcnn.backbone(images)
+        proposals, losses = self.rcnn.rpn(ImageList(images, sides), maps, given)
+        # of the whole square: torchvision infers a map's stride from the images' sizes
+        squares = [tuple(images.shape[-2:])] * len(images)
+        found, more = self.rcnn.roi_heads(maps, proposals, squares, given)
+        if self.training:
+            return {**losses, **more}
+        return [_within(one, side) for one, side in zip(found, sides, strict=True)]
+
+
+def regions(targets: list[dict[str, Tensor]], seen: Tensor) -> list[dict[str, Tensor]]:
+    """Targets as torchvision takes them: corners in pixels, classes from 1."""
+    given = []
+    for target, scale in zip(targets, corner_scale(seen), strict=True):
+        centre, size = target["boxes"].split(2, dim=1)
+        corners = torch.cat([centre - size / 2, centre + size / 2], dim=1) * scale
+        labels, masks = target["class_labels"] + 1, target["masks"].to(torch.uint8)
+        given.append({"boxes": corners, "labels": labels, "masks": masks})
+    return given
+
+
+def in_pixels(
+    found: list[dict[str, Tensor]], seen: Tensor, sizes: Tensor
+) -> list[dict[str, Tensor]]:
+    """What was found, at the images' original sizes, for torchmetrics' MeanAveragePrecision.
+
+    Args:
+        found: of a `MaskDetector`.
+        seen: (B, 2), the height and width in the square that are the image.
+        sizes: (B, 2), height and width of the originals in pixels.
+
+    Returns:
+        For each image "scores", "labels" from 0, "boxes" and "masks" (n, height, width), bool.
+    """
+    scaled = []
+    for one, scale, size in zip(found, corner_scale(sizes / seen), sizes, strict=True):
+        boxes = one["boxes"] * scale
+        masks = paste_masks_in_image(one["masks"].float(), boxes, tuple(size.tolist()))
+        scaled.append(
+            {
+                "scores": one["scores"],
+                "labels": one["labels"] - 1,
+                "boxes": boxes,
+                "masks": masks[:, 0] > 0.5,
+            }
+        )
+    return scaled
+
+
+def _within(found: dict[str, Tensor], side: tuple[int, int]) -> dict[str, Tensor]:
+    """Boxes cut to the image; those that lie in its padding are left out."""
+    boxes = clip_boxes_to_image(found["boxes"], side)
+    kept = remove_small_boxes(boxes, 1.0)
+    return {name: values[kept] for name, values in {**found, "boxes": boxes}.items()}

@@ -1,0 +1,93 @@
+"""Semantic segmentation on a dense or low-rank backbone."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
+
+from lightning_modules.pela.downstream.module import Downstream
+from lightning_modules.pela.downstream.pyramid import Pyramid
+from lightning_modules.pela.downstream.segmentation import Segmenter, segmentation_loss, slide
+
+
+class Segmentation(Downstream):
+    """UPerNet on a dense or low-rank backbone; `val/miou` is over the whole set and all ranks.
+
+    Scores are at the labels' own size: of an image that is no square, see `slide`.
+
+    Args:
+        channels: of the UPerNet head.
+        auxiliary_weight: of the auxiliary head's loss.
+        **kwargs: see `Downstream`.
+    """
+
+    def __init__(self, channels: int = 512, auxiliary_weight: float = 0.4, **kwargs: Any):
+        super().__init__(**kwargs)
+        classes = self.settings.num_classes
+        # torchmetrics.segmentation.MeanIoU would average over images; the field's sums them first
+        self.miou = MulticlassJaccardIndex(classes, ignore_index=-100)
+        self.accuracy = MulticlassAccuracy(classes, average="micro", ignore_index=-100)
+
+    def build(self, backbone: nn.Module) -> Segmenter:
+        """UPerNet."""
+        return Segmenter(Pyramid(backbone), self.settings.num_classes, self.settings.channels)
+
+    def configure_model(self) -> None:
+        """Build the model, see `Downstream`.
+
+        Raises:
+            ValueError: if batch normalisation is to be synchronised and would not be.
+        """
+        if self.device_mesh is not None:
+            strategy: Any = self.trainer.strategy
+            if strategy._layer_sync is not None:
+                raise ValueError(
+                    "trainer.sync_batchnorm is true, which Lightning's ModelParallelStrategy "
+                    "leaves out: set trainer.strategy to ddp, or trainer.sync_batchnorm to false"
+                )
+        super().configure_model()
+
+    def on_validation_start(self) -> None:
+        """Score one model on all processes, that of the checkpoint.
+
+        Each has its own running statistics of batch normalisation, and those of process 0 count.
+        """
+        if self.trainer.world_size > 1:
+            for buffer in self.model.buffers():
+                torch.distributed.broadcast(buffer, src=0)
+
+    def forward(self, images: Tensor) -> Any:
+        """Logits (B, K, H, W) for images (B, 3, H, W); in training the auxiliary head's too."""
+        return self.model(images)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Cross-entropy of both heads."""
+        images, labels = batch
+        loss = segmentation_loss(self(images), labels, self.settings.auxiliary_weight)
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
+
+    def score(self, batch: tuple[list[Tensor], list[Tensor]]) -> None:
+        """Add a batch to the confusion matrix, each image at the size of its labels."""
+        for found, labels in zip(self.predict_step(batch, 0), batch[1], strict=True):
+            self.miou.update(found, labels)
+            self.accuracy.update(found, labels)
+
+    def report(self, stage: str) -> None:
+        """Log `val/miou`, over the classes that occur, and `val/pixel_accuracy`."""
+        self.log(f"{stage}/miou", self.miou.compute(), prog_bar=True)
+        self.log(f"{stage}/pixel_accuracy", self.accuracy.compute())
+        self.miou.reset()
+        self.accuracy.reset()
+
+    def predict_step(
+        self, batch: tuple[list[Tensor], list[Tensor]], batch_idx: int
+    ) -> list[Tensor]:
+        """The class of every pixel of each image, (H, W) at the size of its labels."""
+        found = []
+        for image, labels in zip(*batch, strict=True):
+            logits = slide(self, image)[None].float()
+            found.append(F.interpolate(logits, labels.shape, mode="bilinear")[0].argmax(0))
+        return found
