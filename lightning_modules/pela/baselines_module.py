@@ -6,8 +6,9 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_modules.pela.backbone_module import MODEL
 from lightning_modules.pela.baselines import maskalign, tinybert
-from lightning_modules.pela.classifier_module import MODEL, Classifier
+from lightning_modules.pela.classifier_module import Classifier
 from lightning_modules.pela.module import required
 from lightning_modules.pela.tome import add_tome
 from lightning_modules.tuning import tune

@@ -16,12 +16,11 @@ from lightning_modules.optim import (
     training_steps,
     with_schedule,
 )
-from lightning_modules.pela.backbone_module import MODEL, BackboneModule
+from lightning_modules.pela.backbone_module import BackboneModule
 from lightning_modules.pela.checkpoint import start_from
 from lightning_modules.pela.factorize import factorize, plan_uniform
 from lightning_modules.weights import load_weights
 
-__all__ = ["MODEL", "Classifier"]
 # Arguments in checkpoints of former versions: the value that changes nothing, and who took it over.
 FORMER: dict[str, tuple[Any, str]] = {
     "optimizer": ("adamw", "AdamW alone is left"),
