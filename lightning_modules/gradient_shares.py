@@ -40,5 +40,6 @@ def log_gradient_shares(module: L.LightningModule, weighted: Mapping[str, Tensor
     if len(weighted) < 2 or trainer is None or module.device_mesh is not None:
         return
     if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
-        shares = gradient_shares(weighted, module.model.parameters())  # type: ignore[operator, union-attr]
+        model: Any = module.model
+        shares = gradient_shares(weighted, model.parameters())
         module.log_dict({f"train/share_{name}": share for name, share in shares.items()})
