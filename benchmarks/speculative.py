@@ -66,9 +66,7 @@ def contenders(
     ours = partial(speculative_generate, model, ids, max_new_tokens=new, eos_token_id=[])
 
     def cost(draft: Any, layers: int | None = None) -> float:
-        return relative_cost(
-            drafter(model, None, None, None), drafter(model, draft, layers, None), ids
-        )
+        return relative_cost(drafter(model, None), drafter(model, draft, layers=layers), ids)
 
     def transformers(**kwargs: Any) -> Tensor:
         return model.generate(

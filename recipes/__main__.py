@@ -10,6 +10,7 @@ from recipes.messages import console
 # verb → the module whose main has the arguments behind it; with -c, predict is Lightning's
 VERBS = {
     "claims": "recipes.ledger",
+    "evaluate": "recipes.evaluate",
     "export": "recipes.export",
     "generate": "recipes.generate",
     "plan": "recipes.plan",

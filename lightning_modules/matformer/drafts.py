@@ -1,8 +1,6 @@
 """Draft and verifier: two models, or one at two granularities, and what they have read so far."""
 
-import copy
 import math
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +8,8 @@ from torch import Tensor, nn
 
 from lightning_modules.counting import count_parameters
 from lightning_modules.matformer.kv_cache import KVCache
-from lightning_modules.matformer.nest import granularity, nesting_of
+from lightning_modules.matformer.nest import nesting_of
+from lightning_modules.matformer.views import as_set, first_layers, first_tokens, submodel
 
 
 class Slots:
@@ -48,22 +47,11 @@ class Slots:
 
 
 class Reader:
-    """A model, how it is set while it reads, and its cache."""
+    """A model and its cache."""
 
-    def __init__(
-        self,
-        model: Any,
-        cache: KVCache | None = None,
-        chosen: Any = None,
-        layers: int | None = None,
-    ) -> None:
-        self.model = model if layers is None else first_layers(model, layers)
-        self.nested, self.chosen = model, chosen
+    def __init__(self, model: Any, cache: KVCache | None = None) -> None:
+        self.model = model
         self.cache = KVCache() if cache is None else cache
-
-    def set(self) -> AbstractContextManager:
-        """The model at this reader's granularity."""
-        return nullcontext() if self.chosen is None else granularity(self.nested, self.chosen)
 
     def read(self, slots: Slots, keep: int = 1) -> Tensor:
         """Logits (B, keep, V) after the last `keep` slots; what the cache lacks is read for it."""
@@ -78,68 +66,64 @@ class Reader:
         ).logits
 
 
-def first_layers(model: Any, count: int) -> Any:
-    """The decoder that stops after its first layers and goes on with norm and output layer.
-
-    It shares all weights with the model, and its keys and values are those of the model's first
-    layers.
-
-    Raises:
-        ValueError: there are fewer layers, or it is not a decoder of transformers.
-    """
-    base: Any = getattr(model, "base_model", None)
-    lists = {} if base is None else dict(base.named_children())
-    lists = {n: m for n, m in lists.items() if isinstance(m, nn.ModuleList) and len(m) > 1}
-    if len(lists) != 1:
-        raise ValueError(
-            f"{type(model).__name__} has no one list of layers to take the first of: expected a "
-            "decoder of transformers"
-        )
-    ((name, layers),) = lists.items()
-    if not 1 <= count <= len(layers):
-        raise ValueError(f"draft_layers is {count}, expected 1 to the model's {len(layers)}")
-    short, body = copy.copy(model), copy.copy(base)
-    # a module's children live in a dictionary, which copy.copy shares
-    body._modules = {**base._modules, name: layers[:count]}
-    short._modules = {**model._modules, model.base_model_prefix: body}
-    return short
-
-
-def drafter(model: Any, draft: Any, layers: int | None, shared: KVCache | None) -> Reader:
+def drafter(
+    model: Any,
+    draft: Any,
+    shared: KVCache | None = None,
+    layers: int | None = None,
+    vocabulary: int | None = None,
+) -> Reader:
     """The reader that drafts.
+
+    Args:
+        model: that verifies.
+        draft: see `speculative_generate`.
+        shared: the verifier's cache, which the draft uses too if it can.
+        layers: of the draft, the first ones.
+        vocabulary: tokens that it can draft, the first ones.
 
     Raises:
         ValueError: the draft is larger than the verifier, or has another vocabulary.
     """
     if isinstance(draft, nn.Module):
-        other: Any = draft
-        if other.config.vocab_size != model.config.vocab_size:
-            raise ValueError(
-                f"the draft has a vocabulary of {other.config.vocab_size} tokens and the verifier "
-                f"of {model.config.vocab_size}: give two models of one tokenizer"
-            )
-        if count_parameters(other) > count_parameters(model):
-            raise ValueError(
-                f"the draft has {count_parameters(other):,} parameters, more than the verifier's "
-                f"{count_parameters(model):,}: swap the two"
-            )
-        return Reader(other, layers=layers)
-    if draft is None:
-        return Reader(model, shared, layers=layers)
-    nesting = nesting_of(model)
-    chosen = nesting.resolve(draft)
-    changed = [
-        (x, index)
-        for x, index in zip(nesting.layers, chosen, strict=True)
-        if index != x.granularity
-    ]
-    for layer, index in changed:
-        if index > layer.granularity:
-            raise ValueError(
-                f"the draft {draft!r} is larger than the verifier: {layer.name} is set to "
-                f"granularity {layer.granularity} and would draft at {index}; "
-                "set_granularity(model, …) to a larger one"
-            )
-    # with fewer heads keys and values have another shape
-    shareable = all(layer.axis != "heads" for layer, _ in changed)
-    return Reader(model, shared if shareable else None, chosen, layers)
+        small, shared = as_set(_checked(draft, model)), None
+    elif draft is None:
+        small = as_set(model)
+    else:
+        nesting = nesting_of(model)
+        chosen = nesting.resolve(draft)
+        changed = [
+            (x, index)
+            for x, index in zip(nesting.layers, chosen, strict=True)
+            if index != x.granularity
+        ]
+        for layer, index in changed:
+            if index > layer.granularity:
+                raise ValueError(
+                    f"the draft {draft!r} is larger than the verifier: {layer.name} is set to "
+                    f"granularity {layer.granularity} and would draft at {index}; "
+                    "set_granularity(model, …) to a larger one"
+                )
+        if any(layer.axis == "heads" for layer, _ in changed):
+            shared = None  # keys and values have another shape
+        small = submodel(model, chosen)
+    if layers is not None:
+        small = first_layers(small, layers)
+    if vocabulary is not None:
+        small = first_tokens(small, vocabulary)
+    return Reader(small, shared)
+
+
+def _checked(draft: Any, model: Any) -> Any:
+    """Another model as a draft."""
+    if draft.config.vocab_size != model.config.vocab_size:
+        raise ValueError(
+            f"the draft has a vocabulary of {draft.config.vocab_size} tokens and the verifier "
+            f"of {model.config.vocab_size}: give two models of one tokenizer"
+        )
+    if count_parameters(draft) > count_parameters(model):
+        raise ValueError(
+            f"the draft has {count_parameters(draft):,} parameters, more than the verifier's "
+            f"{count_parameters(model):,}: swap the two"
+        )
+    return draft

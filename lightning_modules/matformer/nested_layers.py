@@ -60,24 +60,27 @@ class Nested(nn.Module):
         pieces = [parameter.narrow(axis, start, stop - start) for start, stop in self.runs]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
 
-    def plain(self, memo: dict[int, Any]) -> nn.Module:
-        """An ordinary layer with a copy of the weights in use.
+    def plain(self, memo: dict[int, Any] | None) -> nn.Module:
+        """An ordinary layer with the weights in use.
 
         Args:
-            memo: of the deepcopy that this is part of.
+            memo: of the deepcopy that this is part of, and the weights are copied; with None they
+                are shared, and do not train.
         """
         own = ("_parameters", "cut", "runs")
         layer = self.plain_class.__new__(self.plain_class)
-        vars(layer).update(
-            {name: copy.deepcopy(v, memo) for name, v in vars(self).items() if name not in own}
-        )
+        rest = {name: value for name, value in vars(self).items() if name not in own}
+        vars(layer).update(rest if memo is None else copy.deepcopy(rest, memo))
+
+        def part(name: str, parameter: nn.Parameter) -> nn.Parameter:
+            used: Any = self.in_use(name)
+            if memo is None:
+                return nn.Parameter(used, requires_grad=False)
+            copied = used.detach().clone(memory_format=torch.contiguous_format)
+            return nn.Parameter(copied, parameter.requires_grad)
+
         vars(layer)["_parameters"] = {
-            name: None
-            if parameter is None
-            else nn.Parameter(
-                self.in_use(name).detach().clone(memory_format=torch.contiguous_format),  # type: ignore[union-attr]
-                parameter.requires_grad,
-            )
+            name: None if parameter is None else part(name, parameter)
             for name, parameter in self._parameters.items()
         }
         vars(layer).update(self.sizes(layer._parameters["weight"]))

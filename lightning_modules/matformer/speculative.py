@@ -24,6 +24,7 @@ from transformers import StopStringCriteria
 
 from lightning_modules.matformer.drafts import Reader, Slots, drafter
 from lightning_modules.matformer.nest import Granularity
+from lightning_modules.matformer.views import as_set
 
 LONGEST_DRAFT = 16  # of an adapted length
 
@@ -75,6 +76,7 @@ def speculative_generate(
     do_sample: bool = False,
     *,
     draft_layers: int | None = None,
+    draft_vocabulary: int | None = None,
     attention_mask: Tensor | None = None,
     temperature: float = 1.0,
     eos_token_id: int | Sequence[int] | None = None,
@@ -98,6 +100,8 @@ def speculative_generate(
             or the first layers. Otherwise each has its own.
         do_sample: draw from the verifier's distribution instead of taking the likeliest token.
         draft_layers: the draft stops after so many layers and goes to the output layer.
+        draft_vocabulary: only the first so many tokens are drafted, and the draft's output layer is
+            that much smaller; tokenizers number frequent tokens first.
         attention_mask: (B, L), 0 where a prompt is padded; all 1 when None.
         temperature: divides the logits of both before sampling.
         eos_token_id: end a sequence; those of the model's generation_config when None.
@@ -125,8 +129,9 @@ def speculative_generate(
     for module in training:
         module.eval()
     try:
-        verifier = Reader(model)
-        drafting = drafter(model, draft, draft_layers, verifier.cache if share_cache else None)
+        verifier = Reader(as_set(model))
+        shared = verifier.cache if share_cache else None
+        drafting = drafter(model, draft, shared, draft_layers, draft_vocabulary)
         loop = _Loop(verifier, drafting, do_sample, temperature, generator, record)
         adapted = draft_tokens == "adaptive"
         cost = relative_cost(verifier, drafting, input_ids) if adapted else 0.0
@@ -209,12 +214,11 @@ class _Loop:
         base = len(slots)
         position = slots.positions[:, -1]
         drafted, proposals = [slots.tokens[:, :0]], []
-        with self.drafter.set():
-            for j in range(k):
-                q, token = self._choose(self.drafter.read(slots)[:, -1])
-                slots.add(token, position + j + 1)
-                drafted.append(token[:, None])
-                proposals.append(q)
+        for j in range(k):
+            q, token = self._choose(self.drafter.read(slots)[:, -1])
+            slots.add(token, position + j + 1)
+            drafted.append(token[:, None])
+            proposals.append(q)
         if self.drafter.cache is self.verifier.cache:
             self.verifier.cache.cut(base - 1)  # the verifier overwrites what the draft has left
         logits = self.verifier.read(slots, keep=k + 1)
@@ -261,7 +265,9 @@ class _Loop:
         """Accepted tokens of each row (B,), and the token (B,) that the verifier draws."""
         p = self._probabilities(logits)
         # beyond the last drafted token there is no proposal: all of p is left to draw from
-        q = torch.cat([*(x[:, None] for x in proposals), torch.zeros_like(p[:, :1])], 1)
+        q = torch.zeros_like(p)
+        for j, proposal in enumerate(proposals):
+            q[:, j, : proposal.shape[1]] = proposal
         chosen = tokens[..., None]
         uniform = torch.rand(tokens.shape, generator=self.generator, dtype=p.dtype, device=p.device)
         fits = uniform * q[:, :-1].gather(2, chosen)[..., 0] < p[:, :-1].gather(2, chosen)[..., 0]
@@ -277,7 +283,7 @@ def relative_cost(verifier: Reader, drafting: Reader, input_ids: Tensor) -> floa
     """Multiply-adds of the draft's pass over one token, over those of the verifier's."""
     flops = []
     for reader in (drafting, verifier):
-        with reader.set(), FlopCounterMode(display=False) as counter, torch.no_grad():
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
             reader.model(input_ids[:1, :1], use_cache=False)
         flops.append(counter.get_total_flops())
     return flops[0] / flops[1]

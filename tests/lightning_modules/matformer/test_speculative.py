@@ -11,13 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from datamodules.tokens import train_tokenizer
 from lightning_modules.matformer import drafts
-from lightning_modules.matformer.drafts import first_layers
 from lightning_modules.matformer.nest import nest, set_granularity
 from lightning_modules.matformer.speculative import (
     SpeculationRecord,
     expected_speedup,
     speculative_generate,
 )
+from lightning_modules.matformer.views import first_layers
 
 VOCABULARY = 23
 SIZES = {
