@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+
 from lightning_modules.matformer import extract
 from lightning_modules.matformer.nest import nesting_of
 from recipes import results

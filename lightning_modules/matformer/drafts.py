@@ -9,7 +9,13 @@ from torch import Tensor, nn
 from lightning_modules.counting import count_parameters
 from lightning_modules.matformer.kv_cache import KVCache
 from lightning_modules.matformer.nest import nesting_of
-from lightning_modules.matformer.views import as_set, first_layers, first_tokens, submodel
+from lightning_modules.matformer.views import (
+    as_set,
+    first_layers,
+    first_tokens,
+    for_few_rows,
+    submodel,
+)
 
 
 class Slots:
@@ -50,7 +56,7 @@ class Reader:
     """A model and its cache."""
 
     def __init__(self, model: Any, cache: KVCache | None = None) -> None:
-        self.model = model
+        self.model = for_few_rows(model)
         self.cache = KVCache() if cache is None else cache
 
     def read(self, slots: Slots, keep: int = 1) -> Tensor:

@@ -2,6 +2,8 @@
 
 import cpu_torchvision  # noqa: F401
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,22 +11,53 @@ from benchmarks import speculative
 
 
 def test_quick_compares_every_kind_of_draft(capsys):
-    rows = speculative.main(["--quick", "--draft-tokens", "2", "--layers", "2"])
+    few = ["--draft-tokens", "2", "--layers", "2", "--vocabulary", "100"]
+    rows = speculative.main(["--quick", *few])
     names = [row[0] for row in rows]
     assert names[:2] == ["XL alone", "XL alone, transformers"]
-    for part in ("shared cache", "caches apart", "assisted generation", "first 2 layers"):
-        assert any(part in name for name in names)
-    for name, speedup, predicted, acceptance, cost, _, same in rows:
-        assert float(speedup) > 0 and same == "yes"
+    kinds = ["shared cache", "caches apart", "assisted generation", "first 2 layers", "100 tokens"]
+    for kind in kinds:
+        assert any(kind in name for name in names)
+    for name, ours, theirs, speed, predicted, acceptance, cost, same in rows:
+        assert min(map(float, (ours, theirs, speed))) > 0 and same == "yes"
         assert (cost != "") == ("k = 2" in name)
         assert (acceptance != "") == (predicted != "")
     assert "python -m benchmarks.speculative --quick" in capsys.readouterr().out
 
 
+def test_exact_compares_and_times_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(speculative, "rounds", None)
+    rows = speculative.main(["--quick", "--exact", "--draft-tokens", "2", "--batch", "2"])
+    assert [row[-1] for row in rows] == ["yes"] * 4
+    assert "2 x 16 tokens, 2 texts at a time, in float64" in capsys.readouterr().out
+
+
+def decoder(*logits):
+    """A model that always answers with these logits."""
+
+    def answer(ids, **kwargs):
+        return SimpleNamespace(logits=torch.tensor(logits).expand(1, 1, -1))
+
+    return answer
+
+
+def test_only_ties_are_forgiven_and_only_in_float32():
+    plain = torch.tensor([[5, 1, 1, 1], [5, 1, 1, 1]])
+    other = torch.tensor([[5, 1, 2, 0], [5, 1, 1, 1]])
+    texts = {speculative.PLAIN: plain, "S": other}
+    tie = decoder(0.0, 3.0, 2.9999)
+    said = speculative.check(tie, texts, exact=False)
+    assert said == {speculative.PLAIN: "yes", "S": "1 of 2 turn off at ties ≤ 1e-04"}
+    for model, exact in ((tie, True), (decoder(0.0, 3.0, 2.9), False)):
+        with pytest.raises(RuntimeError, match="S writes another text than XL alone in 1 of 2"):
+            speculative.check(model, texts, exact)
+
+
 def test_a_text_that_differs_stops_it(monkeypatch):
-    def other(model, ids, draft, *args, **kwargs):
-        return torch.zeros(1, 24, dtype=torch.long) + (draft is not None)
+    def other(model, ids, draft, **kwargs):
+        written = torch.full((len(ids), 16), int(draft is not None))
+        return torch.cat([ids, written], 1)
 
     monkeypatch.setattr(speculative, "speculative_generate", other)
     with pytest.raises(RuntimeError, match="writes another text"):
-        speculative.main(["--quick"])
+        speculative.main(["--quick", "--exact"])

@@ -10,7 +10,7 @@ from scipy.stats import chisquare
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from datamodules.tokens import train_tokenizer
-from lightning_modules.matformer import drafts
+from lightning_modules.matformer import drafts, views
 from lightning_modules.matformer.nest import nest, set_granularity
 from lightning_modules.matformer.speculative import (
     SpeculationRecord,
@@ -95,6 +95,21 @@ def test_first_layers_draft(layers, share_cache):
         assert 0 < record.acceptance < 1
 
 
+@pytest.mark.parametrize("share_cache", [True, False])
+def test_a_draft_of_the_first_tokens(monkeypatch, share_cache):
+    monkeypatch.setattr(views, "LEAST", 1)  # all linear layers take the form for few rows
+    model, record = nest(build(initializer_range=0.15), AXES["ffn"]), SpeculationRecord()
+    ids = prompts(2)
+    written = speculative_generate(
+        model, ids, 1, 40, 3, share_cache, draft_vocabulary=12, record=record
+    )
+    assert written.tolist() == [greedy(model, row, 40) for row in ids.tolist()]
+    fewer = record.acceptance
+    speculative_generate(model, ids, 1, 40, 3, share_cache, record=(record := SpeculationRecord()))
+    assert 0 < fewer < record.acceptance < 1
+    assert written[:, 5:].max() >= 12
+
+
 def test_first_layers_share_the_weights_and_stop_early():
     model = build()
     short = first_layers(model, 1)
@@ -165,16 +180,18 @@ def distribution(model, prompt: list[int], temperature: float) -> dict[tuple[int
         }
 
 
-@pytest.mark.parametrize("layers", [None, 1])
-@pytest.mark.parametrize("draft_tokens", [1, 2, 3])
-def test_samples_follow_the_verifier_s_distribution(draft_tokens, layers):
+@pytest.mark.parametrize(
+    ("draft_tokens", "layers", "tokens"),
+    [(1, None, None), (2, None, 3), (3, None, None), (1, 1, None), (2, 1, None), (3, 1, 3)],
+)
+def test_samples_follow_the_verifier_s_distribution(draft_tokens, layers, tokens):
     model = build(vocab_size=4, initializer_range=0.2)
     draft = like(model, 0.5) if layers is None else None
     expected = distribution(model, [1, 2], temperature=0.9)
     record = SpeculationRecord()
     written = speculative_generate(
         model, torch.tensor([[1, 2]] * 6000), draft, 3, draft_tokens, do_sample=True,
-        draft_layers=layers, temperature=0.9, record=record,
+        draft_layers=layers, draft_vocabulary=tokens, temperature=0.9, record=record,
         generator=torch.Generator().manual_seed(3),
     )  # fmt: skip
     assert 0.3 < record.acceptance < 0.97
@@ -239,6 +256,7 @@ def test_long_texts_end_at_the_last_position():
         ({"draft_tokens": "often"}, "draft_tokens is 'often'"),
         ({"temperature": 0.0}, "temperature is 0.0"),
         ({"draft": None, "draft_layers": 4}, "draft_layers is 4, expected 1 to the model's 3"),
+        ({"draft": None, "draft_vocabulary": 24}, "expected 1 to the model's 23 tokens"),
         ({"draft": "S"}, "is not nested"),
         ({"stop_strings": ["a"]}, "stop_strings need the tokenizer"),
         ({"attention_mask": torch.tensor([[1, 1, 1, 1, 0]])}, "ends in padding"),
