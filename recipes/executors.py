@@ -88,9 +88,7 @@ class LocalPool:
     """
 
     def __init__(self, jobs: int, threads: int | None = None):
-        self.jobs = jobs
-        share = max(1, _cores() // jobs)
-        self.count = threads or int(os.environ.get("OMP_NUM_THREADS", share))
+        self.jobs, self.count = jobs, threads or threads_of(jobs)
         self.waiting = ThreadPoolExecutor(jobs)  # a thread for each process: it waits
         self.idle: SimpleQueue[_Worker | None] = SimpleQueue()
         self.workers: list[_Worker] = []
@@ -218,6 +216,11 @@ def _environment(**values: str) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def threads_of(jobs: int) -> int:
+    """Threads of torch in each of so many processes: OMP_NUM_THREADS, or their share of cores."""
+    return int(os.environ.get("OMP_NUM_THREADS", max(1, _cores() // jobs)))
 
 
 def _reason(error: BaseException) -> str:

@@ -11,7 +11,7 @@ import jsonargparse
 
 from recipes import cli
 from recipes.flags import key_of
-from recipes.records import Finished, fingerprint
+from recipes.records import Finished, fingerprint, read_record
 from recipes.results import Row
 
 if TYPE_CHECKING:
@@ -237,6 +237,22 @@ def nodes_in(values: Mapping[str, Any]) -> list[Node]:
         elif isinstance(value, Later):
             found.update(dict.fromkeys(value.nodes))
     return list(found)
+
+
+def is_finished(node: Node) -> bool:
+    """Whether a node is finished, with the settings that it has now."""
+    record = read_record(node.folder)
+    if not record.get("finished") or record["fingerprint"] != node.fingerprint:
+        return False
+    return not isinstance(node, Stage) or (node.folder / LAST).is_file()
+
+
+def finished(node: Node) -> Finished:
+    """What a finished node has left."""
+    if not isinstance(node, Stage):
+        return Finished(node.folder, node.seed)
+    arguments = node.arguments(lambda value: resolved(value, finished))
+    return Finished(node.folder, node.seed, str(node.file), node.run.preset, tuple(arguments))
 
 
 def stand_in(value: Any) -> Any:

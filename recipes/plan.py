@@ -4,180 +4,31 @@
     python -m recipes plan -c recipes/vera/text.yaml --data.train reviews.csv
 
 Counts come from the settings and the data; times and memory from a few training and validation
-steps of the very run, on this machine. A batch that would take long is measured as a small one, and
-its time taken as proportional.
+steps of the very run, on this machine (recipes/stopwatch.py). A batch that would take long is
+measured as a small one, and its time and activations taken as proportional. `--plan` behind an
+experiment plans all its stages so (recipes/experiment_plan.py).
 """
 
 import argparse
-import logging
 import math
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from datamodules.images import ImageData
 from recipes import cli
 from recipes.agreement import weights_of
 from recipes.records import type_of
+from recipes.stopwatch import Pieces, limited, measure
 from recipes.tables import Table
 
-WARM_UP, LEAST, MOST = 2, 6, 60  # training steps: before timing, timed at least and at most
-ENOUGH = 8.0  # seconds of timed steps
 LONG = 15.0  # seconds of a step beyond which a smaller batch is measured
 SMALL = 8  # examples of that batch, at first
-
-
-class Measured(Exception):
-    """Ends the measured run."""
-
-
-@dataclass
-class Steps:
-    """What a few steps have shown.
-
-    Attributes:
-        examples: in training.
-        batches: of an epoch, at the measured size.
-        batch: the measured size.
-        val_batches: of a validation.
-        step: seconds of a training batch, loading included.
-        validation: seconds of a validation batch.
-        setup: seconds before the first step.
-        save: seconds to write a checkpoint.
-        parameters: of the model, and those that train.
-        macs: of an example's forward pass.
-        memory: bytes of weights, gradients, moments and activations.
-    """
-
-    examples: int = 0
-    batches: int = 0
-    batch: int = 0
-    val_batches: int = 0
-    step: float = 0.0
-    validation: float = 0.0
-    setup: float = 0.0
-    save: float = 0.0
-    parameters: tuple[int, int] = (0, 0)
-    macs: float = 0.0
-    memory: dict[str, int] = field(default_factory=dict)
-
-
-class Stopwatch(L.Callback):
-    """Times steps, counts what the first ones do and keep, and then ends the run.
-
-    Attributes:
-        seen: what has been measured.
-    """
-
-    def __init__(self, folder: Path):
-        self.folder, self.seen = folder, Steps()
-        self.begun = self.mark = time.perf_counter()
-        self.training: list[float] = []
-        self.validation: list[float] = []
-        self.counting = ExitStack()
-        self.flops: Any = None
-        self.kept: dict[int, int] = {}
-
-    def _lap(self) -> float:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        before, self.mark = self.mark, time.perf_counter()
-        return self.mark - before
-
-    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to time."""
-        self._lap()
-
-    def on_validation_batch_end(self, *_: Any) -> None:
-        """Time a batch."""
-        self.validation.append(self._lap())
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to time."""
-        if not self.training:
-            self.seen.setup = time.perf_counter() - self.begun - sum(self.validation)
-        self._lap()
-
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """What follows is training again."""
-        self._lap()
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
-        """Count what the first forward pass does, and what the second one keeps."""
-        if not self.training:
-            self.seen.batch = batch_size(batch)
-            # a CPU's fused attention has no count
-            self.counting.enter_context(sdpa_kernel(SDPBackend.MATH))
-            self.flops = self.counting.enter_context(FlopCounterMode(display=False))
-        elif len(self.training) == 1:
-            weights = {p.untyped_storage().data_ptr() for p in pl_module.parameters()}
-
-            def keep(tensor: Tensor) -> Tensor:
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in weights:
-                    self.kept[storage.data_ptr()] = storage.nbytes()
-                return tensor
-
-            self.counting.enter_context(saved_tensors_hooks(keep, lambda tensor: tensor))
-
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        """The forward pass is over."""
-        self.counting.close()
-
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, index: int
-    ) -> None:
-        """Time a batch; end the run after enough of them."""
-        self.training.append(self._lap())
-        timed = self.training[WARM_UP:]
-        if len(timed) >= LEAST and (sum(timed) >= ENOUGH or len(timed) >= MOST):
-            self.conclude(trainer, pl_module)
-            raise Measured
-
-    def conclude(self, trainer: Any, module: L.LightningModule) -> None:
-        """Sum up."""
-        seen, timed = self.seen, self.training[WARM_UP:]
-        seen.step = sum(timed) / len(timed)
-        later = self.validation[1:] or self.validation
-        seen.validation = sum(later) / len(later) if later else 0.0
-        seen.batches = int(trainer.num_training_batches)
-        seen.examples = len(trainer.train_dataloader.dataset)
-        seen.val_batches = int(sum(trainer.num_val_batches))
-        trained = [p for p in module.parameters() if p.requires_grad]
-        sizes = [sum(p.numel() for p in part) for part in (module.parameters(), trained)]
-        seen.parameters = (sizes[0], sizes[1])
-        seen.macs = self.flops.get_total_flops() / 2 / seen.batch
-        states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
-        seen.memory = {
-            "weights": sum(p.nbytes for p in module.parameters()),
-            "gradients": sum(p.nbytes for p in trained),
-            "moments": sum(
-                value.nbytes for one in states for value in one.values() if torch.is_tensor(value)
-            ),
-            "activations": sum(self.kept.values()),
-        }
-        self._lap()
-        trainer.save_checkpoint(self.folder / "timed.ckpt")
-        seen.save = self._lap()
-
-
-def batch_size(batch: Any) -> int:
-    """Examples in a batch: the length of the first tensor in it."""
-    if isinstance(batch, Tensor):
-        return len(batch)
-    parts = batch.values() if isinstance(batch, dict) else batch
-    return batch_size(next(part for part in parts if not isinstance(part, int | float | str)))
 
 
 @dataclass(frozen=True)
@@ -185,106 +36,132 @@ class Plan:
     """What a stage takes.
 
     Attributes:
-        steps: measured.
+        pieces: measured.
         epochs: at most.
         updates: of the weights.
         effective_batch: examples of an update, over all devices.
-        hours: predicted.
+        memory: bytes of weights, gradients, moments and activations, on one device.
+        seconds: predicted, by what takes them.
         extrapolated: measured on a smaller batch.
     """
 
-    steps: Steps
+    pieces: Pieces
     epochs: float
     updates: int
     effective_batch: int
-    hours: float
+    memory: dict[str, int]
+    seconds: dict[str, float]
     extrapolated: bool
+
+    @property
+    def total(self) -> float:
+        """Seconds of everything."""
+        return sum(self.seconds.values())
+
+    def text(self) -> list[str]:
+        """In four lines."""
+        pieces = self.pieces
+        total, trained = pieces.parameters
+        which = "all train" if total == trained else f"of which {trained:,} train"
+        memory = ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in self.memory.items())
+        seconds = {name: value for name, value in self.seconds.items() if value}
+        parts = ", ".join(f"{name} {value:,.1f}" for name, value in seconds.items())
+        smaller = f" (measured: {pieces.batch} examples)" if self.extrapolated else ""
+        return [
+            f"{self.updates:,} updates of {self.effective_batch:,} examples, "
+            f"{self.epochs:,.1f} epochs of {pieces.examples:,}",
+            f"{total:,} parameters, {which}; {pieces.macs / 1e6:,.1f} M multiply-adds an example",
+            f"memory {sum(self.memory.values()) / 2**20:,.1f} MB: {memory}{smaller}",
+            f"time {self.total:,.0f} s: {parts}; {1e3 * pieces.step:,.0f} ms a batch{smaller}",
+        ]
 
     def table(self) -> Table:
         """For the terminal."""
-        steps = self.steps
-        memory = [*steps.memory.items(), ("together", sum(steps.memory.values()))]
+        pieces = self.pieces
+        memory = [*self.memory.items(), ("together", sum(self.memory.values()))]
+        seconds = [(name, value) for name, value in self.seconds.items() if value]
         rows = [
-            ["examples", f"{steps.examples:,}"],
+            ["examples", f"{pieces.examples:,}"],
             ["epochs", f"{self.epochs:,.2f}".rstrip("0").rstrip(".")],
             ["updates", f"{self.updates:,}"],
             ["examples of an update", f"{self.effective_batch:,}"],
-            ["parameters", f"{steps.parameters[0]:,}"],
-            ["  of which train", f"{steps.parameters[1]:,}"],
-            ["multiply-adds of an example", f"{steps.macs / 1e6:,.1f} M"],
+            ["parameters", f"{pieces.parameters[0]:,}"],
+            ["  of which train", f"{pieces.parameters[1]:,}"],
+            ["multiply-adds of an example", f"{pieces.macs / 1e6:,.1f} M"],
             *([f"memory, {name}", f"{size / 2**20:,.1f} MB"] for name, size in memory),
-            ["a batch", f"{1e3 * steps.step:,.0f} ms of {steps.batch} examples"],
-            ["time on this machine", f"{self.hours:.3g} h ({3600 * self.hours:,.0f} s)"],
+            ["a batch", f"{1e3 * pieces.step:,.0f} ms of {pieces.batch} examples"],
+            *([f"time, {name}", f"{value:,.1f} s"] for name, value in seconds),
+            ["time on this machine", f"{self.total / 3600:.3g} h ({self.total:,.0f} s)"],
         ]
-        notes = ["extrapolated from a smaller batch"] if self.extrapolated else []
+        notes = [f"extrapolated from {pieces.batch} examples"] if self.extrapolated else []
         return Table(["", ""], rows, notes)
 
 
-def plan(path: str, preset: str = cli.PAPER, overrides: Sequence[str] = ()) -> Plan:
+def plan(
+    path: str,
+    preset: str = cli.PAPER,
+    overrides: Sequence[str] = (),
+    folder: Path | None = None,
+    start: float = 0.0,
+) -> Plan:
     """Measure a few steps of a stage, and say what all of it takes.
 
     Args:
         path: the stage's YAML.
         preset: of the file.
         overrides: further arguments of the stage.
+        folder: receives a checkpoint of the measured run, timed.ckpt.
+        start: seconds that go by before the stage begins.
 
     Raises:
         OSError: if data or weights are missing.
         ValueError: if a setting is wrong.
     """
     settings = cli.parse(path, preset, overrides)
-    trainer, size = settings.trainer, int(settings.data.init_args.get("batch_size") or 1)
-    steps, extrapolated = Steps(), size > 4 * SMALL
-    if extrapolated:
-        steps = measure(path, preset, overrides, SMALL)
-        extrapolated = steps.step / steps.batch * size > LONG
-        if extrapolated and steps.step < LONG / 4:
-            larger = SMALL * max(1, int(LONG / 4 / steps.step))
-            steps = measure(path, preset, overrides, min(larger, size))
-    if not extrapolated:
-        steps = measure(path, preset, overrides)
-    devices = device_count(trainer)
-    update = size * devices * trainer.accumulate_grad_batches
-    each_epoch = max(1, math.ceil(steps.batches * steps.batch / update))
+    size = int(settings.data.init_args.get("batch_size") or 1)
+    with tempfile.TemporaryDirectory() as scratch:
+        pieces, longer = _measured(path, preset, overrides, folder or Path(scratch), size)
+    trainer, devices, extrapolated = settings.trainer, device_count(settings.trainer), longer > 1
+    batches = pieces.batches
+    if extrapolated or devices > 1:
+        batches = limited(max(1, pieces.examples // (size * devices)), trainer.limit_train_batches)
+    each_epoch = max(1, math.ceil(batches / trainer.accumulate_grad_batches))
     limit = trainer.max_steps if trainer.max_steps > 0 else math.inf
     most_epochs = trainer.max_epochs or (1000 if limit == math.inf else math.inf)
     updates = int(min(limit, each_epoch * (math.inf if most_epochs == -1 else most_epochs)))
     epochs = updates / each_epoch
-    seconds = (
-        steps.setup
-        + epochs * steps.batches * steps.step / devices
-        + validations(trainer, epochs, updates) * steps.val_batches * steps.validation / devices
-        + saves(settings.checkpoint, epochs, updates) * steps.save
-    )
-    return Plan(steps, epochs, updates, update, seconds / 3600, extrapolated)
+    evaluations = pieces.evaluations / devices
+    validated = validations(trainer, epochs, updates)
+    sane = min(evaluations, sanity(trainer)) if pieces.evaluations else 0
+    seconds = {
+        "start of Python": start,
+        "preparation": pieces.setup + sane * pieces.evaluation + bool(sane) * pieces.validation,
+        "training steps": epochs * batches * pieces.step * longer,
+        "around epochs": epochs * pieces.epoch,
+        "validation": validated * (evaluations * pieces.evaluation + pieces.validation),
+        "checkpoints": saves(settings.checkpoint, trainer, epochs, updates) * pieces.save,
+    }
+    activations = {"activations": int(pieces.memory["activations"] * longer)}
+    update = size * devices * trainer.accumulate_grad_batches
+    return Plan(pieces, epochs, updates, update, pieces.memory | activations, seconds, extrapolated)
 
 
-def measure(path: str, preset: str, overrides: Sequence[str], batch: int | None = None) -> Steps:
-    """Run a few steps of a stage on one device, with batches of a size of ours if one is given."""
-    quiet = ["lightning.pytorch", "lightning.fabric", "lightning_modules"]
-    levels = {name: logging.getLogger(name).level for name in quiet}
-    with tempfile.TemporaryDirectory() as folder:
-        stopwatch = Stopwatch(Path(folder))
-        arguments = [
-            *("fit", "-c", path, "--preset", preset, *overrides),
-            *("--trainer.devices=1", "--trainer.strategy=auto", "--trainer.num_nodes=1"),
-            *("--trainer.max_steps=-1", "--trainer.max_epochs=1000000", "--trainer.max_time=null"),
-            *("--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"),
-            *("--trainer.num_sanity_val_steps=4", f"--trainer.default_root_dir={folder}"),
-            f"--checkpoint.dirpath={folder}",
-        ]
-        if batch is not None:
-            arguments += [f"--data.batch_size={batch}", f"--data.eval_batch_size={batch}"]
-        try:
-            for name in quiet:
-                logging.getLogger(name).setLevel(logging.ERROR)
-            cli.main(arguments, [stopwatch])
-        except Measured:
-            return stopwatch.seen
-        finally:
-            for name, level in levels.items():
-                logging.getLogger(name).setLevel(level)
-    raise ValueError(f"{path} ended before {WARM_UP + LEAST} training steps: nothing was measured")
+def _measured(
+    path: str, preset: str, overrides: Sequence[str], folder: Path, size: int
+) -> tuple[Pieces, float]:
+    """The pieces of a stage, and how many of the measured batches are one of its own."""
+    if size <= 4 * SMALL:
+        return measure(path, preset, overrides, folder), 1.0
+    first = measure(path, preset, overrides, folder, SMALL)
+    if first.step / SMALL * size <= LONG:
+        pieces, batch = measure(path, preset, overrides, folder), size
+    elif first.step < LONG / 4:
+        batch = min(size, SMALL * max(1, int(LONG / 4 / first.step)))
+        pieces = measure(path, preset, overrides, folder, batch)
+    else:
+        return first, size / SMALL
+    pieces.setup = max(pieces.setup, first.setup)  # the second time, libraries are there already
+    return pieces, size / batch
 
 
 def validations(trainer: Any, epochs: float, updates: int) -> float:
@@ -298,13 +175,25 @@ def validations(trainer: Any, epochs: float, updates: int) -> float:
     return epochs // (every or 1) / (interval or 1.0)
 
 
-def saves(checkpoint: Any, epochs: float, updates: int) -> float:
-    """How many checkpoints are written."""
+def sanity(trainer: Any) -> float:
+    """Validation batches before training, at most."""
+    steps = trainer.num_sanity_val_steps
+    return 2 if steps is None else math.inf if steps == -1 else steps
+
+
+def saves(checkpoint: Any, trainer: Any, epochs: float, updates: int) -> float:
+    """How many checkpoints are written, if each is better than those before."""
+    each = (checkpoint.save_top_k != 0) + bool(checkpoint.save_last)
+    every_epochs = checkpoint.every_n_epochs or 1
     if every := checkpoint.every_n_train_steps:
         times: float = updates // every
-    else:
-        times = epochs // (checkpoint.every_n_epochs or 1)
-    return times * (2 if checkpoint.monitor else 1)
+    elif checkpoint.save_top_k == 0 and not checkpoint.monitor:
+        times = 0  # Lightning writes last.ckpt beside another, or at the end
+    elif trainer.check_val_every_n_epoch in (None, 1) or checkpoint.save_on_train_epoch_end:
+        times = epochs // every_epochs
+    else:  # Lightning then writes them after validation
+        times = epochs // math.lcm(every_epochs, trainer.check_val_every_n_epoch)
+    return max(times * each, bool(checkpoint.save_last))
 
 
 def device_count(trainer: Any) -> int:
@@ -363,9 +252,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--preset", default=cli.PAPER, metavar="NAME", help="default: paper")
     parser.add_argument("--verify", action="store_true", help="read every image beforehand")
     options, overrides = parser.parse_known_args(argv)
+    cli.parse(options.config, options.preset, overrides)  # imports what the stage names
+    start = time.process_time()
     lines = files(options.config, options.preset, overrides, options.verify)
     print("\n".join(lines))
     if missing := [line for line in lines if line.startswith("missing")]:
         raise ValueError(f"{len(missing)} of the things that it reads cannot be had: see above")
-    made = plan(options.config, options.preset, overrides)
+    made = plan(options.config, options.preset, overrides, start=start)
     made.table().show(f"{options.config}, preset {options.preset}")

@@ -19,14 +19,14 @@ from typing import Any
 
 import pandas as pd
 
-from recipes import cli, results
+from recipes import cli, experiment_plan, results
 from recipes.executors import Executor, InProcess, LocalPool, Task, TaskFailed
 from recipes.experiment import Experiment, Run, folder_name
 from recipes.flags import Flags
 from recipes.messages import ExperimentFailed
-from recipes.nodes import LAST, Measurement, Measuring, Node, Stage, resolved
+from recipes.nodes import Measurement, Measuring, Node, Stage, finished, is_finished, resolved
 from recipes.progress import View, console
-from recipes.records import ROWS, Finished, read_record, write_record, write_whole
+from recipes.records import ROWS, read_record, write_record, write_whole
 from recipes.work import Look, Training, measure, train
 
 RUN = "run.json"  # in a run's folder: what `python -m recipes report` goes by
@@ -43,7 +43,8 @@ def run_experiment(experiment: Experiment, argv: list[str] | None = None) -> Run
     experiment.declare(run)
     run.check()
     if run.options.plan:
-        show_plan(run)
+        list_nodes(run)
+        experiment_plan.show(run)
         return run
     with locked(run):
         saved = {"experiment": experiment.name, "command": run.command}
@@ -88,7 +89,11 @@ def command_line(experiment: Experiment, argv: list[str] | None = None) -> Run:
         help="parts side by side, each in a process with its share of the cores; default 1",
     )
     add("--out", default="runs", metavar="DIR", help="default runs/")
-    add("--plan", action="store_true", help="show what would run, and stop")
+    add(
+        "--plan",
+        action="store_true",
+        help="say what would run, how long and with what memory, by a few steps; then stop",
+    )
     experiment.options(parser)
     argv = sys.argv[1:] if argv is None else argv
     options, flags = parser.parse_known_args(argv)
@@ -195,28 +200,12 @@ def _failures(failed: dict[Node, str], stopped: list[Node]) -> str:
     return f"{text}. All else is finished; the same command continues."
 
 
-def is_finished(node: Node) -> bool:
-    """Whether a node is finished, with the settings that it has now."""
-    record = read_record(node.folder)
-    if not record.get("finished") or record["fingerprint"] != node.fingerprint:
-        return False
-    return not isinstance(node, Stage) or (node.folder / LAST).is_file()
-
-
 def skipped(node: Node) -> bool:
     """Whether there is nothing to do for a node; says so."""
     if not is_finished(node):
         return False
     console.print(f"[dim]{node.title}: finished before, skipped")
     return True
-
-
-def finished(node: Node) -> Finished:
-    """What a finished node has left."""
-    if not isinstance(node, Stage):
-        return Finished(node.folder, node.seed)
-    arguments = node.arguments(lambda value: resolved(value, finished))
-    return Finished(node.folder, node.seed, str(node.file), node.run.preset, tuple(arguments))
 
 
 def task_of(node: Node, quiet: bool) -> Task:
@@ -309,12 +298,14 @@ def locked(run: Run) -> Iterator[None]:
         yield
 
 
-def show_plan(run: Run) -> None:
-    """Say what would run."""
+def list_nodes(run: Run) -> None:
+    """Say what would run, in which order."""
+    console.print(f"[bold]{run.name}, preset {run.preset}")
     for node in run.chosen():
         state = "finished" if is_finished(node) else "to do"
         needs = ", ".join(before.name for before in node.waits_for())
-        console.print(f"{node.title}: {state}" + (f"; after {needs}" if needs else ""))
+        after = f"; after {needs}" if needs else ""
+        console.print(f"seed {node.seed}: {node.name}: {state}{after}", highlight=False)
 
 
 def _names(text: str) -> list[str]:

@@ -1,15 +1,20 @@
 """What a stage will take: counts against a real run, memory by hand, time by its formula."""
 
 import json
+import time
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 from jsonargparse import Namespace
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
 
-from recipes import cli
+from recipes import cli, stopwatch
 from recipes import plan as planning
-from recipes.plan import Steps, batch_size, device_count, main, plan, saves, validations
+from recipes.plan import device_count, main, plan, sanity, saves, validations
+from recipes.stopwatch import Pieces, Stopwatch, batch_size, limited
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 MATVIT = str(RECIPES / "matformer" / "matvit.yaml")
@@ -19,15 +24,52 @@ SMALL = [f"--model.model_args={json.dumps(MODEL)}", "--data.batch_size=64", "--d
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch):
-    monkeypatch.setattr(planning, "ENOUGH", 0.0)
+    monkeypatch.setattr(stopwatch, "QUICK", 0.0)
+    monkeypatch.setattr(stopwatch, "EPOCHS", 1)
 
 
 def trainer(**changes):
     settings = {
         "val_check_interval": None, "check_val_every_n_epoch": 1, "limit_val_batches": None,
         "accumulate_grad_batches": 1, "devices": "auto", "accelerator": "cpu", "num_nodes": 1,
+        "limit_train_batches": None, "num_sanity_val_steps": None,
     }  # fmt: skip
     return Namespace(**{**settings, **changes})
+
+
+class Falling(L.LightningModule):
+    """Learns nothing, with a loss that falls all the same; a sleep where a test asks for one."""
+
+    def __init__(self, sleeps=None):
+        super().__init__()
+        self.layer, self.sleeps = torch.nn.Linear(1, 1), sleeps or {}
+
+    @staticmethod
+    def data(count):
+        return DataLoader(TensorDataset(torch.ones(count, 1)), batch_size=2)
+
+    def training_step(self, batch, index):
+        time.sleep(self.sleeps.get("step", 0))
+        return self.layer(batch[0]).sum()
+
+    def validation_step(self, batch, index):
+        time.sleep(self.sleeps.get("evaluation", 0))
+        self.log("loss", -float(self.current_epoch), batch_size=2)
+
+    def on_validation_epoch_end(self):
+        time.sleep(self.sleeps.get("validation", 0))
+
+    def on_train_epoch_end(self):
+        time.sleep(self.sleeps.get("epoch", 0))
+
+    def on_save_checkpoint(self, checkpoint):
+        time.sleep(self.sleeps.get("save", 0))
+
+    def on_fit_start(self):
+        time.sleep(self.sleeps.get("setup", 0))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
 class TestAgainstARun:
@@ -43,30 +85,36 @@ class TestAgainstARun:
         )
         assert made.updates == run.trainer.global_step
         assert made.epochs == 3 and made.effective_batch == 128
-        assert made.steps.examples == len(run.datamodule.train_set)
-        assert made.steps.batches == run.trainer.num_training_batches
-        assert made.steps.val_batches == sum(run.trainer.num_val_batches)
+        assert made.pieces.examples == len(run.datamodule.train_set)
+        assert made.pieces.batches == run.trainer.num_training_batches
+        assert made.pieces.evaluations == len(run.datamodule.val_set) / 250
         parameters = list(run.model.parameters())
-        assert made.steps.parameters == (sum(p.numel() for p in parameters),) * 2
+        assert made.pieces.parameters == (sum(p.numel() for p in parameters),) * 2
         states = run.trainer.optimizers[0].state.values()
         moments = sum(value.nbytes for state in states for value in state.values())
-        assert made.steps.memory["moments"] == moments > 0
-        assert made.steps.memory["weights"] == made.steps.memory["gradients"]
-        assert not made.extrapolated and made.hours > 0
+        assert made.memory["moments"] == moments > 0
+        assert made.memory["weights"] == made.memory["gradients"]
+        assert not made.extrapolated
+        # a validation at the end of an epoch that is none of 32 is not due
+        assert made.seconds["validation"] == 0
+        parts = ("preparation", "training steps", "checkpoints")
+        assert all(made.seconds[part] > 0 for part in parts)
+        assert made.total == sum(made.seconds.values())
 
     def test_max_steps_end_it_and_a_long_batch_is_extrapolated(self, monkeypatch):
         monkeypatch.setattr(planning, "LONG", 0.0)
         settings = [*SMALL, "--trainer.max_steps=7", "--trainer.max_epochs=50"]
         made = plan(MATVIT, "tiny", settings)
-        assert made.extrapolated and made.steps.batch == planning.SMALL
+        assert made.extrapolated and made.pieces.batch == planning.SMALL
         assert made.updates == 7 and made.effective_batch == 64
-        each_epoch = -(-made.steps.batches * planning.SMALL // 64)
-        assert made.epochs == pytest.approx(7 / each_epoch)
+        assert made.epochs == pytest.approx(7 / (made.pieces.examples // 64))
+        assert made.seconds["training steps"] == pytest.approx(7 * 8 * made.pieces.step)
+        assert made.memory["activations"] == 8 * made.pieces.memory["activations"]
 
     def test_only_what_trains_has_gradients_and_moments(self):
         made = plan(str(RECIPES / "vera" / "images.yaml"), "tiny", ["--data.batch_size=8"])
-        total, trained = made.steps.parameters
-        memory = made.steps.memory
+        total, trained = made.pieces.parameters
+        memory = made.memory
         assert 0 < trained < total
         assert memory["weights"] == 4 * total and memory["gradients"] == 4 * trained
         assert 8 * trained <= memory["moments"] < 9 * trained + 400
@@ -77,33 +125,109 @@ class TestAgainstARun:
         made = plan(MATVIT, "tiny", settings)
         tokens, width = 5, 16
         block = tokens * width * (3 * width + width + 8 * width) + 2 * tokens**2 * width
-        assert made.steps.macs == 4 * 3 * 16 * width + block + 2 * width
+        assert made.pieces.macs == 4 * 3 * 16 * width + block + 2 * width
+
+
+def test_the_pieces_are_what_they_were_made_to_take(tmp_path):
+    """Sleeps of known lengths; a run of other lengths is then the sum of them."""
+    sleeps = {
+        "setup": 0.3, "step": 0.02, "epoch": 0.05, "evaluation": 0.04, "validation": 0.06,
+        "save": 0.07,
+    }  # fmt: skip
+    watch = Stopwatch(tmp_path, None, None)
+    fitting = L.Trainer(
+        max_epochs=9, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        num_sanity_val_steps=0, accelerator="cpu", limit_train_batches=8, limit_val_batches=3,
+        callbacks=[ModelCheckpoint(tmp_path, save_last=True), watch],
+    )  # fmt: skip
+    with pytest.raises(stopwatch.Measured):
+        fitting.fit(Falling(sleeps), Falling.data(40), Falling.data(19))
+    pieces = watch.pieces
+    assert (pieces.examples, pieces.batches, pieces.batch) == (40, 20, 2)
+    assert pieces.evaluations == 9.5
+    for name in sleeps:
+        assert (
+            sleeps[name]
+            <= getattr(pieces, name)
+            < sleeps[name] + 0.03 * (1 + 20 * (name == "setup"))
+        )
+
+
+def test_limits_are_a_number_or_a_share():
+    assert [limited(20, limit) for limit in (None, 3, 30, 0.5, 1.0)] == [20, 3, 20, 10, 20]
 
 
 class TestTime:
     def test_is_the_sum_of_its_parts(self, monkeypatch):
-        steps = Steps(
-            examples=640, batches=10, batch=64, val_batches=3, step=2.0, validation=1.0,
-            setup=5.0, save=0.5, parameters=(1, 1), memory={},
+        pieces = Pieces(
+            examples=640, batches=10, batch=64, evaluations=3.0, setup=5.0, step=2.0, epoch=0.25,
+            evaluation=1.0, validation=0.5, save=0.125, parameters=(1, 1),
+            memory={"activations": 0},
         )  # fmt: skip
-        monkeypatch.setattr(planning, "measure", lambda *_: steps)
+        monkeypatch.setattr(planning, "measure", lambda *_: pieces)
+        monkeypatch.setattr(planning, "LONG", 60.0)
         settings = [*SMALL, "--trainer.max_epochs=4", "--trainer.check_val_every_n_epoch=2"]
-        made = plan(MATVIT, "tiny", settings)
-        assert made.hours * 3600 == pytest.approx(5 + 4 * 10 * 2.0 + 2 * 3 * 1.0 + 4 * 0.5)
+        made = plan(MATVIT, "tiny", settings, start=7.0)
+        assert made.seconds == {
+            "start of Python": 7.0,
+            "preparation": 5.0 + 2 * 1.0 + 0.5,
+            "training steps": 4 * 10 * 2.0,
+            "around epochs": 4 * 0.25,
+            "validation": 2 * (3 * 1.0 + 0.5),
+            "checkpoints": 2 * 2 * 0.125,
+        }
         twice = plan(MATVIT, "tiny", [*settings, "--trainer.devices=2"])
         assert twice.effective_batch == 128 and twice.updates == made.updates / 2
-        assert twice.hours * 3600 == pytest.approx(5 + 4 * 10 * 1.0 + 2 * 3 * 0.5 + 4 * 0.5)
+        assert twice.seconds["training steps"] == 4 * 5 * 2.0
+        assert twice.seconds["validation"] == 2 * (1.5 * 1.0 + 0.5)
+        few = plan(MATVIT, "tiny", [*settings, "--trainer.limit_train_batches=3"])
+        assert few.updates == 40  # the pieces say how many batches there are
+        few = plan(
+            MATVIT, "tiny", [*settings, "--trainer.limit_train_batches=3", "--trainer.devices=2"]
+        )
+        assert few.updates == 12
 
-    def test_how_often_it_validates_and_saves(self):
+    def test_how_often_it_validates(self):
         assert validations(trainer(), 10, 100) == 10
         assert validations(trainer(check_val_every_n_epoch=4), 10, 100) == 2
         assert validations(trainer(val_check_interval=25), 10, 100) == 4
         assert validations(trainer(val_check_interval=0.5), 10, 100) == 20
         assert validations(trainer(limit_val_batches=0), 10, 100) == 0
-        checkpoint = {"every_n_train_steps": None, "every_n_epochs": None, "monitor": None}
-        assert saves(Namespace(**checkpoint), 10, 100) == 10
-        assert saves(Namespace(**{**checkpoint, "monitor": "val/loss"}), 10, 100) == 20
-        assert saves(Namespace(**{**checkpoint, "every_n_train_steps": 30}), 10, 100) == 3
+        assert sanity(trainer()) == 2 and sanity(trainer(num_sanity_val_steps=0)) == 0
+
+    @pytest.mark.parametrize(
+        ("settings", "times", "count"),
+        [
+            ({}, {}, 2 * 4),
+            ({"monitor": "loss"}, {}, 2 * 4),
+            ({"save_top_k": 0}, {}, 1),
+            ({"save_top_k": 0, "every_n_train_steps": 3}, {}, 2),
+            ({"every_n_epochs": 2}, {}, 2 * 2),
+            ({"every_n_train_steps": 3}, {}, 2 * 2),
+            ({}, {"check_val_every_n_epoch": 2}, 2 * 2),
+            ({}, {"check_val_every_n_epoch": 5}, 1),
+            ({"every_n_epochs": 2}, {"check_val_every_n_epoch": 3}, 1),
+            ({"save_on_train_epoch_end": True}, {"check_val_every_n_epoch": 2}, 2 * 4),
+        ],
+    )
+    def test_how_often_it_saves_is_what_lightning_does(
+        self, tmp_path, monkeypatch, settings, times, count
+    ):
+        """Four epochs of two steps, each with a lower loss."""
+        saved = []
+        monkeypatch.setattr(L.Trainer, "save_checkpoint", lambda self, path, *_: saved.append(path))
+        checkpoint = ModelCheckpoint(**{"dirpath": tmp_path, "save_last": True, **settings})
+        fitting = L.Trainer(
+            max_epochs=4, logger=False, callbacks=[checkpoint], enable_progress_bar=False,
+            enable_model_summary=False, num_sanity_val_steps=0, accelerator="cpu", **times,
+        )  # fmt: skip
+        fitting.fit(Falling(), Falling.data(4), Falling.data(2))
+        assert len(saved) == count
+        defaults = {
+            "save_top_k": 1, "save_last": True, "every_n_epochs": None, "monitor": None,
+            "every_n_train_steps": None, "save_on_train_epoch_end": None,
+        }  # fmt: skip
+        assert saves(Namespace(**{**defaults, **settings}), trainer(**times), 4, 8) == count
 
     def test_devices(self):
         for devices, count in (("auto", 1), (4, 4), ("3", 3), ([0, 2], 2), ("0,1", 2)):

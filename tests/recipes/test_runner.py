@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes import work
+from recipes import experiment_plan, work
 from recipes.experiment import Experiment
 from recipes.messages import ExperimentFailed
 from recipes.records import read_history, read_record
@@ -250,10 +250,12 @@ def test_a_value_of_finished_stages_reaches_the_next(go, trainings):
     assert len(trainings.calls) == 3
 
 
-def test_plan_runs_nothing(go, trainings, capsys):
+def test_plan_runs_nothing(go, trainings, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(experiment_plan, "show", lambda run: print("planned", len(run.nodes)))
     go("--plan")
-    assert not trainings.calls
-    assert "seed 0: look: to do; after a, b" in " ".join(capsys.readouterr().out.split())
+    assert not trainings.calls and not list(tmp_path.iterdir())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "seed 0: look: to do; after a, b" in said and "planned 4" in said
 
 
 # The rest trains for real, in processes of their own.

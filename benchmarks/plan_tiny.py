@@ -1,0 +1,205 @@
+"""What `plan` predicts beside what training takes: seconds, steps and memory of some tiny stages.
+
+    python -m benchmarks.plan_tiny                    some ten minutes
+    python -m benchmarks.plan_tiny --preset small --stages matformer/matvit --limit 400
+    python -m benchmarks.plan_tiny --quick            does it run
+
+Each stage is planned in one process and trained by `python -m recipes fit` in another, in turns. A
+time is the process's own, from its start to its end, libraries imported included; on one thread
+(OMP_NUM_THREADS=1) it is the processor's and not the wall's, so that other work beside matters
+less. The goal is a prediction within 15 %. Memory is the largest that one training step has
+allocated (torch's profiler, or CUDA's own count), with weights and moments.
+"""
+
+import cpu_torchvision  # noqa: F401  (first: see its docstring)
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+from benchmarks.paired import markdown, spread
+from recipes import cli, stopwatch
+from recipes.plan import plan
+
+ROOT = Path(__file__).resolve().parents[1]
+GOAL = 0.15
+STAGES = (
+    "matformer/matvit",
+    "matformer/matlm",
+    "pela/dense",
+    "vera/images",
+    "vera/glue --data.task=RTE",
+    "vera/e2e",
+    "self_distillation/images_adapt",
+    "apet/encoder --data.task=RTE",
+)
+PROFILED = 6  # the step whose memory is looked at
+
+
+class Peak(L.Callback):
+    """Ends a run after a step, and knows the most that it had allocated."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
+        """Begin to look, when gradients and moments are there."""
+        if trainer.global_step == PROFILED:
+            states = [s for one in trainer.optimizers for s in one.state.values()]
+            moments = [v for s in states for v in s.values() if torch.is_tensor(v)]
+            grads = [p.grad for p in pl_module.parameters() if p.grad is not None]
+            self.peak = sum(t.nbytes for t in [*pl_module.parameters(), *grads, *moments])
+            if torch.cuda.is_available():
+                torch.cuda.reset_peak_memory_stats()
+            self.profile = torch.profiler.profile(profile_memory=True)
+            self.profile.__enter__()
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, index: int
+    ) -> None:
+        """Sum up."""
+        if not hasattr(self, "profile"):
+            return
+        self.profile.__exit__(None, None, None)
+        if torch.cuda.is_available():
+            self.peak = torch.cuda.max_memory_allocated()
+        else:
+            self.peak += largest_rise(self.profile)
+        raise stopwatch.Measured
+
+
+def largest_rise(profile: Any) -> int:
+    """The most bytes that were allocated at once, beyond what there was at the beginning."""
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda one: one.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, and print a table."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.plan_tiny")
+    parser.add_argument("--preset", default="tiny", help="default tiny")
+    parser.add_argument("--stages", nargs="+", default=STAGES, metavar="STAGE", help="with flags")
+    parser.add_argument("--rounds", type=int, default=3, help="default 3")
+    parser.add_argument("--limit", type=int, default=0, help="updates at most; 0: as the file says")
+    parser.add_argument("--quick", action="store_true", help="one short round of one stage")
+    parser.add_argument("--child", choices=CHILDREN, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.child:
+        return CHILDREN[options.child](*options.stages[0].split(), preset=options.preset)
+    stages = [STAGES[0]] if options.quick else options.stages
+    limit = 30 if options.quick else options.limit
+    more = f" --trainer.max_steps={limit}" if limit else ""
+    rows = [
+        row(f"{stage}{more}", options.preset, 1 if options.quick else options.rounds)
+        for stage in stages
+    ]
+    command = shlex.join(["python", "-m", "benchmarks.plan_tiny", *argv])
+    threads = os.environ.get("OMP_NUM_THREADS", "all")
+    print(
+        f"`{command}` · {os.cpu_count()} cores, OMP_NUM_THREADS {threads}, preset {options.preset}"
+    )
+    header = ["stage", "seconds predicted", "measured", "ratio", "steps predicted", "done"]
+    print(markdown([*header, "MB predicted", "measured"], rows))
+    print(f"goal: a ratio within {1 - GOAL:.2f} and {1 + GOAL:.2f}")
+
+
+def row(stage: str, preset: str, rounds: int) -> list[str]:
+    """Of the table: a stage planned and trained in turns."""
+    plans, runs = [], []
+    for _ in range(rounds):
+        plans.append(json.loads(child("plan", stage, preset)[0]))
+        runs.append(child("fit", stage, preset))
+    peak = json.loads(child("peak", stage, preset)[0])
+    ratios = [made["seconds"] / took for made, (_, took) in zip(plans, runs, strict=True)]
+    return [
+        stage,
+        spread([made["seconds"] for made in plans]),
+        spread([took for _, took in runs]),
+        spread(ratios),
+        f"{plans[0]['updates']:,}",
+        f"{json.loads(runs[0][0])['updates']:,}",
+        f"{plans[0]['memory'] / 2**20:,.1f}",
+        f"{peak['peak'] / 2**20:,.1f}",
+    ]
+
+
+def child(kind: str, stage: str, preset: str) -> tuple[str, float]:
+    """The last line that a process of its own prints, and the seconds that it took.
+
+    Raises:
+        RuntimeError: if it fails.
+    """
+    command = [sys.executable, "-m", "benchmarks.plan_tiny", "--child", kind]
+    command += ["--preset", preset, "--stages", stage]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        begun = time.perf_counter()
+        process = subprocess.Popen(command, stdout=out, stderr=err, cwd=ROOT)
+        _, status, used = os.wait4(process.pid, 0)
+        took = time.perf_counter() - begun
+        if status:
+            err.seek(0)
+            raise RuntimeError(f"{shlex.join(command)}: {err.read()[-2000:]}")
+        out.seek(0)
+        last = out.read().strip().splitlines()[-1]
+    return last, used.ru_utime + used.ru_stime if one_thread() else took
+
+
+def one_thread() -> bool:
+    """Whether times are the processor's."""
+    return os.environ.get("OMP_NUM_THREADS") == "1"
+
+
+def plan_child(stage: str, *flags: str, preset: str) -> None:
+    """Print what a stage will take."""
+    if one_thread():
+        stopwatch.clock = time.process_time
+    file = f"recipes/{stage}.yaml"
+    cli.parse(file, preset, flags)
+    made = plan(file, preset, flags, start=time.process_time())
+    said = {"seconds": made.total, "updates": made.updates, "memory": sum(made.memory.values())}
+    print(json.dumps({**said, "parts": made.seconds}))
+
+
+def fit_child(stage: str, *flags: str, preset: str) -> None:
+    """Train a stage as the command does, and print its steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = cli.main(arguments(stage, flags, preset, folder))
+        print(json.dumps({"updates": made.trainer.global_step}))
+
+
+def peak_child(stage: str, *flags: str, preset: str) -> None:
+    """Print the most memory that a step of a stage takes."""
+    peak = Peak()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            cli.main(arguments(stage, flags, preset, folder), [peak])
+        except stopwatch.Measured:
+            print(json.dumps({"peak": peak.peak}))
+
+
+def arguments(stage: str, flags: Sequence[str], preset: str, folder: str) -> list[str]:
+    """Of a stage that writes into a folder."""
+    places = [f"--trainer.default_root_dir={folder}", f"--checkpoint.dirpath={folder}"]
+    return ["fit", "-c", f"recipes/{stage}.yaml", "--preset", preset, *flags, *places]
+
+
+CHILDREN = {"plan": plan_child, "fit": fit_child, "peak": peak_child}
+
+if __name__ == "__main__":
+    main()
