@@ -1,7 +1,7 @@
 """Where the nodes of an experiment are executed: in this process, or in several beside it.
 
 An executor takes a task, a call of a top-level function, and gives a future of its result. Another
-backend is another class with `jobs`, `submit` and `stop`.
+backend is another class with `jobs`, `submit` and `stop`, such as cluster.py's.
 """
 
 import contextlib
@@ -166,17 +166,25 @@ def _work(pipe: Connection, threads: int) -> None:
             task: Task = pipe.recv()
         except EOFError:
             return
-        task.log.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with _output_to(task.log):
-                try:
-                    result = task.function(task.argument, lambda said: pipe.send(("said", said)))
-                except BaseException:
-                    traceback.print_exc()
-                    raise
-            pipe.send(("result", result))
-        except (Exception, SystemExit) as error:
-            pipe.send(("failed", f"{_reason(error)} (all of it: {task.log})"))
+        pipe.send(attempt(task, lambda said: pipe.send(("said", said))))
+
+
+def attempt(task: Task, say: Say) -> tuple[str, Any]:
+    """Execute a task in a worker process; what it prints goes to its log.
+
+    Returns:
+        "result" and what the task gives, or "failed" and one sentence on why.
+    """
+    task.log.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with _output_to(task.log):
+            try:
+                return "result", task.function(task.argument, say)
+            except BaseException:
+                traceback.print_exc()
+                raise
+    except (Exception, SystemExit) as error:
+        return "failed", f"{_reason(error)} (all of it: {task.log})"
 
 
 def _end_with_parent() -> None:

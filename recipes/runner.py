@@ -20,6 +20,7 @@ from typing import Any
 import pandas as pd
 
 from recipes import cli, experiment_plan, results
+from recipes.cluster import RayCluster
 from recipes.executors import Executor, InProcess, LocalPool, Task, TaskFailed
 from recipes.experiment import Experiment, Run, folder_name
 from recipes.flags import Flags
@@ -50,7 +51,7 @@ def run_experiment(experiment: Experiment, argv: list[str] | None = None) -> Run
         saved = {"experiment": experiment.name, "command": run.command}
         write_whole(run.out / RUN, json.dumps(saved) + "\n")
         copy_files(run)
-        execute(run, InProcess() if run.options.jobs == 1 else LocalPool(run.options.jobs))
+        execute(run, executor_of(run))
         if all(is_finished(node) for node in run.nodes.values()):
             write_report(experiment, run)
     return run
@@ -88,6 +89,11 @@ def command_line(experiment: Experiment, argv: list[str] | None = None) -> Run:
         metavar="N",
         help="parts side by side, each in a process with its share of the cores; default 1",
     )
+    add(
+        "--cluster",
+        metavar="ADDRESS",
+        help="run the parts as tasks of this Ray cluster, --jobs at once; local starts Ray here",
+    )
     add("--out", default="runs", metavar="DIR", help="default runs/")
     add(
         "--plan",
@@ -101,16 +107,29 @@ def command_line(experiment: Experiment, argv: list[str] | None = None) -> Run:
         if getattr(options, name) < least:
             raise ValueError(f"--{name} {getattr(options, name)}: expected at least {least}")
     cli.layers(main_file, options.preset)  # refuses an unknown preset
+    settings = Flags.read(flags)
+    if options.cluster and settings.several():
+        raise ValueError(
+            "--cluster gives every part one device: leave out --trainer.devices, "
+            "--trainer.num_nodes and --trainer.strategy, or --cluster"
+        )
     return Run(
         name=experiment.name,
         folder=experiment.folder,
         preset=options.preset,
         seeds=range(options.seeds),
         out=Path(options.out) / folder_name(experiment.name) / options.preset,
-        flags=Flags.read(flags),
+        flags=settings,
         options=options,
         command=shlex.join(["python", "-m", f"recipes.{experiment.name}", *argv]),
     )
+
+
+def executor_of(run: Run) -> Executor:
+    """Where the command line wants the nodes to be executed."""
+    if run.options.cluster:
+        return RayCluster(run.options.cluster, run.options.jobs)
+    return InProcess() if run.options.jobs == 1 else LocalPool(run.options.jobs)
 
 
 def main(argv: list[str]) -> None:

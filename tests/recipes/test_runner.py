@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -296,7 +297,8 @@ EXPERIMENT = Experiment("jobs", {file!r}, "matvit", "", declare, lambda table, r
 @pytest.fixture
 def script(tmp_path, monkeypatch):
     """Starts the experiment in a process of its own."""
-    monkeypatch.setenv("PYTHONPATH", f"{MATFORMER.parents[1]}{os.pathsep}{tmp_path}")
+    paths = [str(MATFORMER.parents[1]), str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (tmp_path / "jobs_experiment.py").write_text(MODULE.format(file=str(MATFORMER / "x.py")))
     (tmp_path / "script.py").write_text(SCRIPT.format(folder=str(tmp_path)))
@@ -354,6 +356,45 @@ def test_a_second_run_is_refused_and_a_killed_one_continues(script, tmp_path):
 def checkpoint_step(folder):
     last = folder / "checkpoints" / "last.ckpt"
     return torch.load(last, weights_only=True)["global_step"] if last.is_file() else None
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install ray")
+def test_a_killed_run_on_ray_continues_to_the_table_of_one_job(script, tmp_path):
+    """Two workers of a Ray on this machine; `PYTHONPATH` may say where Ray is."""
+    flags = ("--trainer.max_epochs=60", "--data.per_class=20")
+    ray = ("--cluster", "local", "--jobs", "2", *flags)
+    first = script(*ray)
+    folder = tmp_path / "runs/jobs/tiny"
+    nested, plain = folder / "seed0/nested", folder / "seed0/plain"
+    waited = time.monotonic() + 400
+    while not all((node / "checkpoints/last.ckpt").is_file() for node in (nested, plain)):
+        assert first.poll() is None and time.monotonic() < waited
+        time.sleep(0.05)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    second = script(*ray)  # at once: the lock in a node's folder has to hold it off
+    said = second.communicate()[0]
+    assert second.returncode == 0, said
+    for node in (nested, plain):
+        assert read_record(node)["finished"] and checkpoint_step(node) == 60 * 6
+        assert len(list(node.glob("log*"))) == 2  # it went on, once
+    again = script(*ray)
+    said = again.communicate()[0]
+    assert again.returncode == 0 and said.count("finished before, skipped") == 4, said
+    one = script(*flags, "--out", "one")
+    said = one.communicate()[0]
+    assert one.returncode == 0, said
+    tables = [(tmp_path / out / "jobs/tiny/results.csv").read_bytes() for out in ("runs", "one")]
+    assert tables[0] == tables[1] and tables[0].count(b"\n") > 3
+
+
+def test_a_cluster_needs_ray_and_gives_one_device(go, trainings, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ValueError, match="--cluster local needs Ray, .*: pip install ray$"):
+        go("--cluster", "local")
+    with pytest.raises(ValueError, match="leave out --trainer.devices, "):
+        go("--cluster", "local", "--trainer.devices", "2")
+    assert not trainings.calls
 
 
 def test_ctrl_c_ends_all_and_says_how_to_go_on(script, tmp_path):

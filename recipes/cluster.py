@@ -1,0 +1,100 @@
+"""The nodes of an experiment as tasks of Ray, on a cluster or on this machine alone.
+
+Ray places a task where a CPU is free and, on a cluster with GPUs, a GPU. Every machine of the
+cluster needs this repository and the folder of the runs at the same path (a shared file system),
+and Python with the same packages. Ray is not among them by default: `pip install ray`.
+
+What the runner promises holds: it starts a node once and skips finished ones. Ray ends the tasks
+of a command that was killed, within seconds; until then a lock in the node's folder lets the next
+command's task wait, so that no stage is ever trained twice at once.
+"""
+
+import fcntl
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from recipes.executors import Say, Task, TaskFailed, attempt
+
+LOCK = ".lock"
+PASSED = ("RECIPES_", "HF_")  # beginnings of variables that tasks see as this process does
+
+
+class RayCluster:
+    """Tasks side by side on a Ray cluster; what they print is in their logs.
+
+    Args:
+        address: of a running cluster, "auto" for the one of this machine; or "local", which starts
+            Ray here and ends it with this process.
+        jobs: tasks at most at once.
+
+    Raises:
+        ValueError: if Ray is not installed.
+        OSError: if there is no such cluster.
+    """
+
+    def __init__(self, address: str, jobs: int):
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            import ray
+        except ImportError as error:
+            raise ValueError(
+                f"--cluster {address} needs Ray, which does not import ({error}): pip install ray"
+            ) from None
+        variables = {name: v for name, v in os.environ.items() if name.startswith(PASSED)}
+        variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+        paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        variables["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+        here: dict[str, Any] = {"num_cpus": jobs, "include_dashboard": False}
+        ray.init(
+            address=address,
+            runtime_env={"env_vars": variables},
+            log_to_driver=False,
+            **(here if address == "local" else {}),
+        )
+        self.ray, self.jobs = ray, jobs
+        gpus = 1 if ray.cluster_resources().get("GPU") else 0
+        # Ray would start a task again whose process has ended; here the next command does
+        self.remote = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0)(execute)
+        self.waiting = ThreadPoolExecutor(jobs)  # a thread for each task: it waits
+        self.started: set[Any] = set()
+
+    def submit(self, task: Task, say: Say) -> "Future[Any]":
+        """Hand the task to Ray; how far it is, is not said."""
+        return self.waiting.submit(self._execute, task)
+
+    def _execute(self, task: Task) -> Any:
+        running = self.remote.remote(task, os.getcwd())
+        self.started.add(running)
+        try:
+            kind, content = self.ray.get(running)
+        except self.ray.exceptions.RayError as error:
+            reason = f"its process on the cluster ended ({type(error).__name__})"
+            raise TaskFailed(f"{reason}; see {task.log}") from None
+        finally:
+            self.started.discard(running)
+        if kind == "failed":
+            raise TaskFailed(content)
+        return content
+
+    def stop(self) -> None:
+        """End the tasks, and Ray where it was started here."""
+        self.waiting.shutdown(wait=False, cancel_futures=True)
+        for running in list(self.started):
+            self.ray.cancel(running, force=True)
+        self.ray.shutdown()
+
+
+def execute(task: Task, folder: str) -> tuple[str, Any]:
+    """What a worker of Ray does: see `executors.attempt`.
+
+    Args:
+        task: to execute.
+        folder: the command's working directory, against which paths are relative.
+    """
+    os.chdir(folder)
+    task.log.parent.mkdir(parents=True, exist_ok=True)
+    with (task.log.parent / LOCK).open("a") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        return attempt(task, lambda said: None)
