@@ -53,8 +53,9 @@ def generate(
     gives a finished beam's place to the next best one at once, not a step later.
 
     Args:
-        model: a causal language model of transformers, with VeRA or without; one with few adapters
-            is faster after `merge`. It decodes without dropout, whatever its mode.
+        model: a causal language model of transformers, or an encoder–decoder, with VeRA or
+            without; one with few adapters is faster after `merge`. It decodes without dropout,
+            whatever its mode.
         prompts: `input_ids` and `attention_mask` (B, L) padded on the left, as a DataModule's
             `prompt_dataloader` makes them; positions count from the first token that is no padding.
         tokenizer: has a padding and an end-of-text token.
@@ -69,13 +70,17 @@ def generate(
         ValueError: the prompts are not padded on the left, or too long for the model.
     """
     ids, mask = prompts["input_ids"].to(model.device), prompts["attention_mask"].to(model.device)
-    _check(ids, mask, model, max_new_tokens)
+    if model.config.is_encoder_decoder:
+        (ids, mask), before = _padded_right(ids, mask), 0  # an encoder reads as in training
+    else:
+        _check(ids, mask, model, max_new_tokens)
+        before = ids.shape[1]
     ends = [tokenizer.eos_token_id]
     if stop is not None and len(token := tokenizer.encode(stop, add_special_tokens=False)) == 1:
         ends += token
     processors = LogitsProcessorList()
     if no_repeat_ngram:
-        processors.append(NoRepeatAfterPrompt(no_repeat_ngram, ids.shape[1]))
+        processors.append(NoRepeatAfterPrompt(no_repeat_ngram, before))
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
         num_beams=beams,
@@ -97,11 +102,16 @@ def generate(
         )
     model.train(training)
     texts = tokenizer.batch_decode(
-        found[:, ids.shape[1] :],
+        found[:, before:],
         skip_special_tokens=True,
         clean_up_tokenization_spaces=False,  # it would move full stops
     )
     return [(text.split(stop)[0] if stop else text).strip() for text in texts]
+
+
+def _padded_right(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    mask, order = mask.sort(dim=1, descending=True, stable=True)
+    return ids.gather(1, order), mask
 
 
 def _check(ids: Tensor, mask: Tensor, model: Any, max_new_tokens: int) -> None:

@@ -1,7 +1,7 @@
 """How VeRA's and APET's experiments score a tuned model, and the guess that it has to beat."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -20,7 +20,7 @@ def measure_score(m: Measuring) -> Iterator[Row]:
     not seen.
     """
     metric = m.settings["metric"]
-    stage = best_of(list(m.stages.values()), metric)
+    stage = best_of(list(m.stages.values()), f"val/{metric}")
     data = stage.datamodule()
     values: dict[str, float]
     if m.settings["part"] == "val":
@@ -35,24 +35,40 @@ def measure_score(m: Measuring) -> Iterator[Row]:
         values = {"score": scores_of_test[metric]}
         if "classes_predicted" in scores_of_test:
             values["classes_predicted"] = scores_of_test["classes_predicted"]
-    values |= {
+    values |= {**costs(stage, data), "scored": len(data.samples(m.settings["part"]))}
+    for name, value in values.items():
+        yield Row(metric=name, value=value, row=m.settings["row"], set=m.settings["set"])
+
+
+def costs(stage: Finished, data: Any) -> dict[str, float]:
+    """What a training took: its rate, what it tuned, how long, and on how much."""
+    return {
         "lr": at(stage.settings, "model.lr"),
         "tuned": stage.metrics["tuned"],
         "heads": stage.metrics["heads"],
         "seconds": stage.seconds,
         "updates": torch.load(stage.checkpoint, mmap=True, weights_only=True)["global_step"],
         "examples": len(data.samples("train")),
-        "scored": len(data.samples(m.settings["part"])),
     }
-    for name, value in values.items():
-        yield Row(metric=name, value=value, row=m.settings["row"], set=m.settings["set"])
 
 
-def best_of(trials: Sequence[Finished], metric: str) -> Finished:
-    """The training with the best value of a metric on its validation part; the first of equals."""
+def best_of(
+    trials: Sequence[Finished], metric: str, mode: Literal["max", "min"] = "max"
+) -> Finished:
+    """The training with the best value of a metric that it logged; the first of equals."""
+    pick = max if mode == "max" else min
     if len(trials) == 1:
         return trials[0]
-    return max(trials, key=lambda trial: max(trial.history[f"val/{metric}"]))
+    return pick(trials, key=lambda trial: pick(trial.history[metric]))
+
+
+def load(stage: Finished) -> Any:
+    """The module of a stage's last checkpoint, ready to evaluate."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    module = type_of(stage.settings.model).load_from_checkpoint(
+        stage.checkpoint, map_location=device
+    )
+    return module.eval()
 
 
 def test(stage: Finished, data: Any) -> dict[str, float]:

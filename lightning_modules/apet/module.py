@@ -1,4 +1,4 @@
-"""Fine-tuning of language models as classifiers, by label words (APET, App. D)."""
+"""Fine-tuning of decoders and encoder–decoders: label words and longer texts (APET, App. D)."""
 
 from typing import Any, Literal
 
@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from lightning_modules.apet.label_words import LabelWords
 from lightning_modules.backbones import build_text, match_tokenizer, text_inputs
+from lightning_modules.vera.language_module import LanguageTuning
+from lightning_modules.vera.module import IGNORED
 from lightning_modules.vera.text_module import TextTuning
 
 
@@ -47,12 +49,7 @@ class LabelWordTuning(TextTuning):
                     '--data.label_words \'["negative", "positive"]\', say'
                 )
             h.label_tokens = data.label_tokens
-        config = (
-            transformers.AutoConfig.for_model(h.architecture)
-            if h.architecture in transformers.CONFIG_MAPPING
-            else transformers.AutoConfig.from_pretrained(h.architecture)
-        )
-        task: Literal["seq2seq", "causal"] = "seq2seq" if config.is_encoder_decoder else "causal"
+        task = task_of(h.architecture)
         model = build_text(h.architecture, task, h.model_args or {}, self.pretrained)
         match_tokenizer(model, self._trainer)
         return LabelWords(model, h.label_tokens)
@@ -68,3 +65,60 @@ class LabelWordTuning(TextTuning):
         """Logits (B, C) of the classes' words."""
         assert self.model is not None
         return self.model(**text_inputs(batch, self.model))
+
+
+class TextToTextTuning(LanguageTuning):
+    """A decoder or encoder–decoder that writes an answer or a summary behind its input.
+
+    The loss is the mean over the target's tokens; texts are scored after generation.
+
+    Args:
+        architecture: a hub name, a folder with config.json, or a model type such as "t5".
+        **kwargs: see `FineTuning`.
+    """
+
+    def __init__(self, architecture: str = "bigscience/bloom-560m", **kwargs: Any):
+        super().__init__(architecture=architecture, **kwargs)
+
+    def build(self) -> nn.Module:
+        """A transformers model that writes.
+
+        Raises:
+            ValueError: if the batches are made for the other kind of model.
+        """
+        h: Any = self.hparams
+        task = task_of(h.architecture)
+        both = task == "seq2seq"
+        data: Any = getattr(self._trainer, "datamodule", None)
+        if getattr(data, "encoder_decoder", both) != both:
+            raise ValueError(
+                f"data.encoder_decoder is {str(not both).lower()}, and {h.architecture} is "
+                f"{'an encoder–decoder' if both else 'a decoder alone'}: set it to "
+                f"{str(both).lower()}"
+            )
+        if not both:
+            return super().build()
+        model = build_text(h.architecture, task, h.model_args or {}, self.pretrained)
+        match_tokenizer(model, self._trainer)
+        return model
+
+    def outputs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Logits (n, V) of the n tokens that count, and those tokens (n,)."""
+        model: Any = self.model
+        if not model.config.is_encoder_decoder:
+            return super().outputs(batch)
+        labels = batch["labels"]
+        kept = labels != IGNORED
+        before = model.prepare_decoder_input_ids_from_labels(labels=labels)
+        inputs = {**text_inputs(batch, model), "decoder_input_ids": before, "use_cache": False}
+        return model(**inputs).logits[kept], labels[kept]
+
+
+def task_of(architecture: str) -> Literal["seq2seq", "causal"]:
+    """Which kind of language model has this name."""
+    config = (
+        transformers.AutoConfig.for_model(architecture)
+        if architecture in transformers.CONFIG_MAPPING
+        else transformers.AutoConfig.from_pretrained(architecture)
+    )
+    return "seq2seq" if config.is_encoder_decoder else "causal"

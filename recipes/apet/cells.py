@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from recipes.apet.texts import measure_nothing, measure_texts, write_questions
 from recipes.experiment import Measurement, Run, Stage
 from recipes.methods import measure_majority, measure_score
 from recipes.records import Finished
@@ -24,7 +25,10 @@ VARIED = (
     "model.rank",
     "model.architecture",
     "model.model_args",
+    "model.init_from",
     "data.task",
+    "data.name",
+    "data.form",
     "data.tokenizer",
     "data.label_words",
 )
@@ -101,33 +105,63 @@ def train(run: Run, grid: Mapping[str, Any], cell: Cell) -> list[Stage]:
     With several learning rates in the grid, seed 0 trains with each, and these trials are its
     trainings; another seed, and a cell that is `like` another, train with the best one alone.
     """
-    config, varied, settings = _settings(grid, cell)
-    rates = [settings.pop("model.lr")] if "model.lr" in settings else grid["rates"][config]
+    config, varied, settings = _settings(run, grid, cell)
+    entry = grid["models"][cell.model]
+    rates = entry.get("rates", grid["rates"][entry["config"]])
+    rates = [settings.pop("model.lr")] if "model.lr" in settings else rates
     if len(rates) == 1:
         settings["model.lr"] = rates[0]
         return [run.stage(cell.name, config, cell.seed, varied, settings)]
     first = replace(cell.like or cell, seed=0, like=None)
-    _, tried, _ = _settings(grid, first)
+    _, tried, _ = _settings(run, grid, first)
     trials = [
         run.stage(f"{first.name} lr {rate:g}", config, 0, {**tried, "model.lr": rate}, settings)
         for rate in rates
     ]
     if replace(cell, like=None) == first:
         return trials
-    settings |= run.best(trials, f"val/{grid['metrics'][cell.task]}", ["model.lr"])
+    metric = f"val/{grid['metrics'][cell.task]}"
+    best = ("val/loss", ["model.lr"], "min") if written(grid, cell.task) else (metric, ["model.lr"])
+    settings |= run.best(trials, *best)
     return [run.stage(cell.name, config, cell.seed, varied, settings)]
 
 
-def _settings(grid: Mapping[str, Any], cell: Cell) -> tuple[str, dict[str, Any], dict[str, Any]]:
+def written(grid: Mapping[str, Any], task: str) -> bool:
+    """Whether a task's answer is a text, and not a class, of which each has a word."""
+    return "words" not in grid["tasks"][task]
+
+
+def fits(grid: Mapping[str, Any], model: str, task: str) -> bool:
+    """Whether a model can do a task: an encoder writes nothing."""
+    return not written(grid, task) or grid["models"][model]["config"] == "decoder"
+
+
+def _settings(
+    run: Run, grid: Mapping[str, Any], cell: Cell
+) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Of a cell: the stage file, what makes it the row that it is, and what flags may change."""
     model, task = grid["models"][cell.model], dict(grid["tasks"][cell.task])
-    words, config = task.pop("words"), model["config"]
+    words, config = task.pop("words", None), model["config"]
+    if words is None:
+        config = "generation"
+    if task.pop("made", False):
+        task["data.root"] = run.measure("questions", 0, write_questions) / "questions"
     no_budget = {"model.method_args": None}  # the stage file's is of method apet
-    settings = {**task, **model["settings"], **no_budget, **cell.settings}
+    settings = {**task, **model["settings"], **model.get(config, {}), **no_budget, **cell.settings}
     if config == "decoder":
         settings["data.label_words"] = words
+    if settings.get("data.encoder_decoder"):  # which reads the input alone
+        settings["data.max_length"] -= settings["data.target_length"]
+    if model.get("pretrain"):
+        settings["model.init_from"] = pretrain(run, grid, cell.model)
     varied = {key: settings.pop(key) for key in VARIED if key in settings}
     return config, varied, settings
+
+
+def pretrain(run: Run, grid: Mapping[str, Any], model: str) -> Stage:
+    """Declare the pre-training of a model that starts at random, once for all seeds."""
+    sizes = {"model.model_args": grid["models"][model]["settings"]["model.model_args"]}
+    return run.stage(f"pretrain {model}", "pretrain", 0, sizes)
 
 
 def score(run: Run, grid: Mapping[str, Any], cell: Cell) -> Measurement:
@@ -135,7 +169,8 @@ def score(run: Run, grid: Mapping[str, Any], cell: Cell) -> Measurement:
     scoring = {"set": cell.set, "metric": grid["metrics"][cell.task], "part": grid["part"]}
     nodes = {f"stage {place}": stage for place, stage in enumerate(train(run, grid, cell))}
     settings = {**scoring, "row": cell.row}
-    return run.measure(f"{cell.name} score", cell.seed, measure_score, nodes, settings)
+    function = measure_texts if written(grid, cell.task) else measure_score
+    return run.measure(f"{cell.name} score", cell.seed, function, nodes, settings)
 
 
 def majority(run: Run, grid: Mapping[str, Any], cell: Cell) -> Measurement:
@@ -143,6 +178,8 @@ def majority(run: Run, grid: Mapping[str, Any], cell: Cell) -> Measurement:
     scoring = {"set": cell.set, "metric": grid["metrics"][cell.task], "part": grid["part"]}
     nodes = {"stage": train(run, grid, cell)[0]}
     name = f"{cell.task} {cell.model} majority"
+    if written(grid, cell.task):
+        return run.measure(name, cell.seed, measure_nothing, {}, {"set": cell.set})
     return run.measure(name, cell.seed, measure_majority, nodes, scoring)
 
 

@@ -19,9 +19,11 @@ from recipes.apet.cells import (
     PET,
     cells,
     chosen,
+    fits,
     majority,
     options,
     points,
+    pretrain,
     score,
 )
 from recipes.claims import Claim, Comparison
@@ -45,7 +47,12 @@ def declare(run: Run) -> None:
     rows = run.rows(grid["methods"])
     for seed in run.seeds:
         for model in chosen(run, "models", grid["models"]):
+            if grid["models"][model].get("pretrain"):
+                nodes = {"stage": pretrain(run, grid, model)}
+                run.measure(f"pretrain {model} loss", 0, measure_pretraining, nodes, {"row": model})
             for task in chosen(run, "tasks", grid["tasks"]):
+                if not fits(grid, model, task):
+                    continue
                 all_cells = cells(grid, [model], [task], rows, seed)
                 scores = {cell.row: score(run, grid, cell) for cell in all_cells}
                 scores["majority"] = majority(run, grid, all_cells[0])
@@ -68,6 +75,13 @@ def measure_deviation(m: Measuring) -> Iterator[Row]:
         yield Row(row=m.settings["row"], set=m.settings["set"], metric=metric, value=value)
 
 
+def measure_pretraining(m: Measuring) -> Iterator[Row]:
+    """What is left of the masked-LM loss on held-out text, in nats."""
+    yield Row(
+        row=m.settings["row"], metric="pretraining", value=m.stages["stage"].metrics["val/mae"]
+    )
+
+
 def report(table: pd.DataFrame, run: Run) -> list[str]:
     """The deviation by model, every score, and the paper's numbers."""
     grid = run.grid(GRID)
@@ -81,6 +95,8 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
             f"− {models[0]}", "deviation", mean_over="set", reference=models[0], digits=2
         )
         deviation.append(smallest)
+    if (table["metric"] == "pretraining").any():
+        deviation.append(Column("masked-LM loss", "pretraining", digits=2, spread=""))
     parts = [
         f"# Tuning methods and scale, preset {run.preset}",
         provenance(run.command, table),
@@ -90,11 +106,13 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     ]
     for task in tasks:
         columns = [
-            Column(model, "score", {"set": f"{task}, {model}"}, scale=100) for model in models
+            Column(model, "score", {"set": f"{task}, {model}"}, scale=100)
+            for model in models
+            if fits(grid, model, task)
         ]
         shown = tabulate(table, METHODS, columns, heading="method")
         parts += [f"**{task}**, {grid['metrics'][task]} in %:", shown.markdown()]
-    sets = [f"{task}, {model}" for task in tasks[:1] for model in models]
+    sets = [f"{tasks[0]}, {model}" for model in models if fits(grid, model, tasks[0])]
     scatter(
         table, run.out / "scales.png", "score", {"tuned": "tuned parameters"}, panel="set",
         where={"set": sets}, titles=METHODS, baselines=["majority"], scale=100, log=True,
@@ -124,7 +142,11 @@ def falls(small: str, large: str) -> Claim:
     )
 
 
-CLAIMS = [falls("MiniLM", "SmolLM2"), falls("MiniLM", "bge-small")]
+CLAIMS = [
+    falls("MiniLM", "SmolLM2"),
+    falls("MiniLM", "bge-small"),
+    falls("width-64", "width-256"),
+]
 EXPERIMENT = Experiment("apet.scales", __file__, "encoder", __doc__ or "", declare, report, options)
 
 

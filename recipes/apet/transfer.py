@@ -56,7 +56,8 @@ def measure_transfer(m: Measuring) -> Iterator[Row]:
     for name, trial in m.stages.items():
         trials.setdefault(name.rpartition(" ")[0], []).append(trial)
     stages = {
-        task: best_of(several, m.settings["metrics"][task]) for task, several in trials.items()
+        task: best_of(several, f"val/{m.settings['metrics'][task]}")
+        for task, several in trials.items()
     }
     for source, stage in stages.items():
         module = type_of(stage.settings.model).load_from_checkpoint(

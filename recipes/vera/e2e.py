@@ -24,7 +24,7 @@ from lightning_modules.vera import merge, strip
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
-from recipes.records import Finished, type_of
+from recipes.methods import load
 from recipes.results import Row, provenance, select
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
@@ -79,15 +79,6 @@ def make_tokenizer(m: Measuring) -> Iterator[Row]:
     data = getattr(__import__(module, fromlist=[name]), name)(**m.settings["init_args"])
     data.tokenizer.save_pretrained(m.folder / "tokenizer")
     yield Row(metric="vocabulary", value=len(data.tokenizer), row="tokenizer")
-
-
-def load(stage: Finished) -> Any:
-    """The module of a stage's last checkpoint, ready to evaluate."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    module = type_of(stage.settings.model).load_from_checkpoint(
-        stage.checkpoint, map_location=device
-    )
-    return module.eval()
 
 
 def measure_texts(m: Measuring) -> Iterator[Row]:

@@ -37,10 +37,11 @@ from lightning_modules.vera import strip
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
+from recipes.methods import load
 from recipes.results import Row, provenance
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
-from recipes.vera.e2e import START, VARIED, load, start_of
+from recipes.vera.e2e import START, VARIED, start_of
 from recipes.vera.methods import TITLES, train
 
 TABLE_4 = {  # MT-Bench: LoRA, VeRA

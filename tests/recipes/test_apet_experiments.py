@@ -1,12 +1,16 @@
 """APET's experiments from the command line to the report, at `tiny` and a few steps."""
 
 import importlib
+import json
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
+from datamodules.tokens import train_tokenizer
 from recipes.apet.counts import thresholds
+from recipes.apet.texts import text_score
 from recipes.cli import grid, presets
 from recipes.experiment import Stage
 from recipes.methods import best_of
@@ -44,7 +48,8 @@ def values(table, metric, name):
 
 
 def test_scales(tmp_path):
-    table, text = run("scales", tmp_path, "--rows", "bitfit,lora,full")
+    models = "width-16,width-32,width-64"
+    table, text = run("scales", tmp_path, "--models", models, "--rows", "bitfit,lora,full")
     for width in (16, 32, 64):
         name = f"SST-2, width-{width}"
         scores = values(table, "score", name)
@@ -56,6 +61,62 @@ def test_scales(tmp_path):
         deviation = pd.Series([100 * scores[row] for row in ("bitfit", "lora")]).std()
         assert values(table, "deviation", "SST-2")[f"width-{width}"] == pytest.approx(deviation)
     assert "5.08, 3.63, 2.65" in text and "scales.png" in text
+
+
+def test_scales_of_what_a_decoder_writes(tmp_path):
+    """Questions are answered, an encoder leaves them out, and no answer scores 0."""
+    flags = ("--models", "width-16,decoder-32", "--tasks", "questions", "--rows", "bitfit,full")
+    table, text = run("scales", tmp_path, *flags)
+    name = "questions, decoder-32"
+    scores = values(table, "score", name)
+    assert scores.keys() == {"bitfit", "full", "majority"} and scores["majority"] == 0
+    assert all(0 <= score <= 1 for score in scores.values())
+    assert not table["set"].str.contains("width-16").any()
+    assert set(values(table, "examples", name).values()) == {48}
+    written = tmp_path / "apet-scales/tiny/seed0/questions decoder-32 full score/outputs.txt"
+    asked = tmp_path / "apet-scales/tiny/seed0/questions/questions/dev.jsonl"
+    different = {json.loads(line)["question"] for line in asked.read_text().splitlines()}
+    assert values(table, "scored", name)["full"] == len(different)
+    assert written.read_text().count("\n") == len(different)
+    assert "| full |" in text
+
+
+def test_scores_of_texts():
+    references = [["the Old man", "a cook"], ["my sister"]]
+    assert text_score("f1", ["cook", "her sister"], references) == pytest.approx((1 + 0.5) / 2)
+    rouge = text_score("rouge_l", ["the man", "my sister"], references)
+    assert rouge == pytest.approx((2 * 1 * (2 / 3) / (5 / 3) + 1) / 2)
+    with pytest.raises(ValueError, match="'accuracy' is not one of texts"):
+        text_score("accuracy", [], [])
+
+
+def test_widths_are_pretrained_on_the_same_text(tmp_path):
+    """`small_widths` with a tokenizer and a text of the test's own."""
+    sentences = ["the cook likes the lamp", "a waiter sells some bread", "my sister paints"] * 8
+    (tmp_path / "text.txt").write_text("\n".join(sentences) + "\n")
+    tokenizer = train_tokenizer(sentences, 300)
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    finished = module_of("scales").main(
+        [
+            *("--preset", "small_widths", "--models", "width-64", "--tasks", "SST-2"),
+            *("--rows", "full", "--out", str(tmp_path / "runs"), "--trainer.accelerator", "cpu"),
+            *("--data.tokenizer", str(tmp_path / "tokenizer"), "--encoder.data.source=generated"),
+            *("--pretrain.data.train", str(tmp_path / "text.txt"), "--encoder.data.limit", "48"),
+            *("--encoder.trainer.max_steps", "3", "--encoder.trainer.val_check_interval", "3"),
+            *("--pretrain.trainer.max_epochs", "2", "--pretrain.trainer.check_val_every_n_epoch=2"),
+        ]
+    )
+    table = pd.read_csv(finished.out / "results.csv", keep_default_na=False)
+    assert table[table["metric"] == "pretraining"]["row"].tolist() == ["width-64"]
+    before, after = (
+        torch.load(finished.out / f"seed0/{name}/checkpoints/last.ckpt", weights_only=True)
+        for name in ("pretrain width-64", "SST-2 width-64 full")
+    )
+    name = "model.bert.encoder.layer.0.output.dense.weight"
+    change = (after["state_dict"][name] - before["state_dict"][name]).abs().max()
+    assert 0 < change < 3 * 5e-4 * 1.1  # three steps of AdamW away from it
+    assert "masked-LM loss" in (finished.out / "report.md").read_text()
 
 
 def test_positions(tmp_path):
@@ -129,7 +190,8 @@ def test_the_best_trial_counts():
         return finished
 
     trials = [trial("a", [0.5, 0.7]), trial("b", [0.8, 0.6]), trial("c", [0.8])]
-    assert best_of(trials, "accuracy").folder == Path("b")
+    assert best_of(trials, "val/accuracy").folder == Path("b")
+    assert best_of(trials, "val/accuracy", "min").folder == Path("a")
 
 
 def test_counts_train_nothing_but_the_budget():
@@ -171,17 +233,21 @@ def test_the_paper_s_settings():
     from recipes.apet.cells import GRID
 
     file = module_of("scales").EXPERIMENT.folder / f"{GRID}.yaml"
-    assert set(presets(file)) == {"paper", "small", "tiny"}
+    assert set(presets(file)) == {"paper", "small", "small_widths", "tiny"}
     settings = grid(file, "paper")
     assert settings["methods"]["lora"]["model.rank"] == 8
     assert settings["methods"]["adapter"]["model.rank"] == 24
     assert settings["methods"]["prompt"]["model.rank"] == 100
-    stage = declared("scales", "--preset", "paper", "--rows", "lora")[
-        "SST-2 BERT-base lora"
-    ].parsed()
+    chosen = ("--models", "BERT-base,T5-base", "--tasks", "SST-2,RTE,SAMSum")
+    stages = declared("scales", "--preset", "paper", "--rows", "lora", *chosen)
+    stage = stages["SST-2 BERT-base lora"].parsed()
     assert at(stage, "model.lr") == 3e-4
     assert at(stage, "model.warmup") == 0
     assert at(stage, "data.batch_size") == 32
     assert at(stage, "data.max_length") == 128
-    pair = declared("scales", "--preset", "paper", "--rows", "lora")["RTE BERT-base lora"].parsed()
-    assert at(pair, "data.max_length") == 256
+    assert at(stages["RTE BERT-base lora"].parsed(), "data.max_length") == 256
+    assert not any("SAMSum BERT" in name for name in stages)
+    trials = [stages[f"SAMSum T5-base lora lr {rate}"].parsed() for rate in ("0.0001", "0.01")]
+    assert [at(trial, "model.lr") for trial in trials] == [1e-4, 1e-2]
+    assert at(trials[0], "data.encoder_decoder") and at(trials[0], "data.max_length") == 256
+    assert at(trials[0], "data.target_length") == 128
