@@ -65,7 +65,7 @@ def expected_speedup(acceptance: float, draft_tokens: int, cost: float) -> float
     return tokens / (cost * draft_tokens + 1)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def speculative_generate(
     model: Any,
     input_ids: Tensor,
@@ -154,7 +154,8 @@ def speculative_generate(
     fill = pad_token_id if pad_token_id is not None else (ends[0] if ends else 0)
     longest = max(len(row.new) for row in rows)
     written = [row.new + [fill] * (longest - len(row.new)) for row in rows]
-    return torch.cat([input_ids, torch.tensor(written, device=input_ids.device)], 1)
+    with torch.inference_mode(False):  # an ordinary tensor, which may be changed and trained on
+        return torch.cat([input_ids, torch.tensor(written, device=input_ids.device)], 1)
 
 
 class _Row:

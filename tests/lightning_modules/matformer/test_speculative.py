@@ -235,6 +235,8 @@ def test_dropout_is_off_and_the_mode_comes_back():
     model.train()
     assert torch.equal(speculative_generate(model, ids, None, 10, draft_layers=2), expected)
     assert model.training
+    model(expected, labels=expected).loss.backward()  # what was written can be trained on
+    assert not expected.is_inference()
 
 
 def test_long_texts_end_at_the_last_position():
