@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> str:
     if options.draft is not None:
         named = Path(options.draft).exists()
         draft = load(options.draft)[0].to(device) if named else granularity(options.draft)
-    drafts = options.draft is not None or options.draft_layers is not None
+    smaller = (options.draft, options.draft_layers, options.draft_vocabulary)
+    drafts = any(one is not None for one in smaller)
     record = SpeculationRecord()
     start = time.perf_counter()
     written = speculative_generate(
@@ -51,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> str:
         draft_length(options.draft_tokens) if drafts else 0,
         do_sample=options.sample,
         draft_layers=options.draft_layers,
+        draft_vocabulary=options.draft_vocabulary,
         temperature=options.temperature,
         eos_token_id=tokenizer.eos_token_id,
         stop_strings=options.stop,
@@ -84,6 +86,7 @@ def command_line() -> argparse.ArgumentParser:
     add("--granularity", metavar="G", help="what verifies: XL (default), L, … or 0,0,1,1 by layer")
     add("--draft", metavar="G", help="what drafts: a granularity, a checkpoint or a folder")
     add("--draft-layers", type=int, metavar="N", help="the draft stops after so many layers")
+    add("--draft-vocabulary", type=int, metavar="N", help="it drafts the first so many tokens only")
     add(
         "--draft-tokens", default="4", metavar="K", help="drafted at a time, or adaptive; default 4"
     )

@@ -163,6 +163,7 @@ def test_a_checkpoint_writes_text_by_itself(trained, capsys):
     assert plain == drafted
     assert "of the drafted tokens accepted" in capsys.readouterr().err
     short = ["--draft-layers", "2", "--draft-tokens", "adaptive", "--granularity", "L"]
+    short += ["--draft-vocabulary", "128"]
     generate.main([str(file), "--prompt", "a", "--tokens", "5", *short])
 
 
