@@ -14,6 +14,7 @@ OWNED = {  # what an experiment sets for each of its stages, and what there is i
     "config": "flags change settings, and a preset can be added to the YAML file",
     "c": "flags change settings, and a preset can be added to the YAML file",
 }
+CLASSES = ("model", "data")  # where one is varied it is a class, and its settings are the user's
 PASSING = (  # on what and how a stage runs
     "trainer.devices", "trainer.num_nodes", "trainer.strategy", "trainer.accelerator",
     "trainer.use_distributed_sampler", "trainer.enable_", "trainer.log_every", "trainer.logger",
@@ -64,9 +65,9 @@ class Flags:
                 continue
             for other in map(key_of, varied):
                 inside = other.startswith(f"{key}.") and "{" in argument
-                if key == other or key.startswith(f"{other}.") or inside:
+                wider = key.startswith(f"{other}.") and other not in CLASSES
+                if key == other or wider or inside:
                     choose = "rows with --rows" if has_rows else "parts with --only"
-                    wider = key.startswith(f"{other}.")
                     named = f"{other}, and --{key} with it" if wider else other
                     raise ValueError(f"this experiment varies {named}; choose {choose}")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jsonargparse
 
 from recipes import cli
-from recipes.flags import key_of
+from recipes.flags import CLASSES, key_of
 from recipes.records import Finished, fingerprint, read_record
 from recipes.results import Row
 
@@ -153,7 +153,9 @@ class Stage(Node):
         flags = self.run.flags.of(self.config)
         settings = {key: resolve(value) for key, value in self.settings.items()}
         varied = {key: resolve(value) for key, value in self.varied.items()}
-        arguments = [*as_flags(settings), *flags, *as_flags(varied)]
+        # a class comes first: it drops what was said before and is not its own
+        classes = {key: varied.pop(key) for key in CLASSES if key in varied}
+        arguments = [*as_flags(classes), *as_flags(settings), *flags, *as_flags(varied)]
         if self.derived:
             before = self._parsed(arguments)
             arguments += as_flags({key: rule(before) for key, rule in self.derived.items()})

@@ -18,9 +18,10 @@ from recipes import results
 from recipes.claims import judge
 from recipes.cli import parse
 from recipes.experiment import Measuring
+from recipes.nodes import Stage
 from recipes.pela import measures, vision
 from recipes.pela.study import TREATMENTS, fraction_of, slice_of
-from recipes.runner import run_experiment
+from recipes.runner import command_line, run_experiment
 
 FILE = vision.__file__.replace("vision.py", "deit_b.yaml")
 GRID = yaml.safe_load(Path(FILE).with_name("vision_grid.yaml").read_text())
@@ -166,9 +167,28 @@ def test_claims_read_the_table(table):
 
 
 def test_a_flag_that_is_varied_is_refused(tmp_path):
-    for flag in ("--model.ratio=3", "--model.init_from=x.ckpt"):
-        with pytest.raises(ValueError, match="this experiment varies model.*rows with --rows"):
-            run_experiment(vision.EXPERIMENT, ["--out", str(tmp_path), flag, "--plan"])
+    for key in ("model.ratio", "model.init_from"):
+        with pytest.raises(ValueError, match=f"varies {key}; choose rows with --rows"):
+            run_experiment(vision.EXPERIMENT, ["--out", str(tmp_path), f"--{key}=3", "--plan"])
+    # a stage whose class has no such setting is named
+    with pytest.raises(ValueError, match=r"model.alpha is no setting.*limits a flag to this stage"):
+        run_experiment(vision.EXPERIMENT, ["--out", str(tmp_path), "--model.alpha=3", "--plan"])
+
+
+def test_a_flag_reaches_rows_of_every_class():
+    """The rows' classes are what varies, not what is set of them."""
+    rows = {"control", "both", "tinybert", "nested", "lora"}
+    flags = ["--rows", ",".join(rows), "--model.lr=0.0123"]
+    run = command_line(vision.EXPERIMENT, flags)
+    vision.EXPERIMENT.declare(run)
+    kinds = set()
+    for node in run.nodes.values():
+        row = node.name.removeprefix("deit_b-k2-")
+        if isinstance(node, Stage) and row in rows:
+            settings = node.parsed().model
+            assert settings.init_args.lr == 0.0123
+            kinds.add(settings.class_path.rpartition(".")[2])
+    assert kinds == {"Classifier", "PELA", "Distillation", "MatViT", "LoRA"}
 
 
 def test_rows_have_titles_and_trials_are_rows():
