@@ -1,6 +1,6 @@
-"""Two distillations that PELA is compared with, applied to the same low-rank student.
+"""Distillations that PELA is compared with, applied to the same low-rank student.
 
-Both take what `feature_distillation` is computed from, and give the student's logits and a loss
+They take what `feature_distillation` is computed from, and give the student's logits and a loss
 that stands in the place of L_fd (PELA, arXiv 2310.10700, Eq. 7).
 """
 
@@ -104,6 +104,56 @@ def maskalign(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[T
     with torch.autocast(images.device.type, enabled=False):
         terms = [F.mse_loss(_normalised(s), _normalised(take(t))) for s, t in pairs]
         return logits, torch.stack(terms).mean()
+
+
+def lillama(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Lillama, SlimLlama at first (arXiv 2412.16719): each block learns by itself, without labels.
+
+        L = Σ_blocks [ d(f(x_t), y_t) + d(f(x_s), y_t) ],   d(a, y) = mean|a − y| − log σ(cos(a, y))
+
+    with f a block of the student, x_t and y_t what the teacher's block is given and gives, and x_s
+    what the student's is given by the block before it: the joint teacher–student loss. No gradient
+    leaves a block. The mean is over channels, then over tokens and images.
+
+    Args:
+        student: a low-rank timm model whose blocks take one tensor.
+        teacher: the dense one.
+        images: (B, 3, H, W).
+
+    Returns:
+        The student's logits (B, classes), without a gradient to the blocks before the last, and
+        the loss, computed in float32.
+    """
+    names = feature_layers(student, "blocks")
+    given: list[Tensor] = []
+    hooks = [
+        teacher.get_submodule(name).register_forward_pre_hook(lambda _, x: given.append(x[0]))
+        for name in names
+    ]
+    hooks += [
+        student.get_submodule(name).register_forward_pre_hook(lambda _, x: (x[0].detach(),))
+        for name in names
+    ]
+    try:
+        with Features(student) as of_student, Features(teacher) as of_teacher:
+            logits = student(images)
+            with torch.no_grad():
+                teacher(images)
+            own, wanted = of_student.take(), of_teacher.take()
+        taught = [student.get_submodule(name)(x) for name, x in zip(names, given, strict=True)]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    with torch.autocast(images.device.type, enabled=False):
+        triples = zip(taught, own, wanted, strict=True)
+        terms = [_apart(t, y) + _apart(s, y) for t, s, y in triples]
+        return logits, torch.stack(terms).sum()
+
+
+def _apart(found: Tensor, wanted: Tensor) -> Tensor:
+    found, wanted = found.float(), wanted.float()
+    cosine = F.cosine_similarity(found, wanted, dim=-1)
+    return F.l1_loss(found, wanted) - F.logsigmoid(cosine).mean()
 
 
 def _scores(qkv: Tensor, heads: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What PELA is compared with: two other distillations, token merging and LoRA."""
+"""What PELA is compared with: other distillations, token merging and LoRA."""
 
 from typing import Any, Literal
 
@@ -7,18 +7,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_modules.pela.backbone_module import MODEL
-from lightning_modules.pela.baselines import maskalign, tinybert
+from lightning_modules.pela.baselines import lillama, maskalign, tinybert
 from lightning_modules.pela.classifier_module import Classifier
+from lightning_modules.pela.features import feature_layers
 from lightning_modules.pela.module import required
 from lightning_modules.pela.tome import add_tome
 from lightning_modules.tuning import tune
 
+METHODS = {"tinybert": tinybert, "maskalign": maskalign, "lillama": lillama}
+
 
 class Distillation(Classifier):
-    """A low-rank classifier with TinyBERT's or MaskAlign's distillation in the place of L_fd.
+    """A low-rank classifier with another distillation in the place of L_fd.
 
     Args:
-        method: "tinybert" or "maskalign", see pela.baselines.
+        method: "tinybert", "maskalign" or "lillama", see pela.baselines. Lillama's takes the place
+            of the labels too, and nothing but the blocks trains.
         teacher_from: the teacher's weights; null when init_from or the hub gives dense ones.
         alpha: weight of the distillation beside the cross-entropy.
         **kwargs: see `Classifier`.
@@ -26,7 +30,7 @@ class Distillation(Classifier):
 
     def __init__(
         self,
-        method: Literal["tinybert", "maskalign"] = "tinybert",
+        method: Literal["tinybert", "maskalign", "lillama"] = "tinybert",
         teacher_from: str | None = None,
         alpha: float = 1.0,
         **kwargs: Any,
@@ -45,13 +49,19 @@ class Distillation(Classifier):
         """The dense original, for the callback FrozenTeacher; see `dense_original`."""
         return self.dense_original(self.teacher_from, None)
 
+    def prepare(self, model: nn.Module) -> None:
+        """Freeze what Lillama does not train."""
+        if self.settings.method == "lillama":
+            model.requires_grad_(False)
+            for name in feature_layers(model, "blocks"):
+                model.get_submodule(name).requires_grad_(True)
+
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Cross-entropy on the whole image, and the distillation."""
-        images, targets = batch
-        distil = tinybert if self.settings.method == "tinybert" else maskalign
-        logits, distance = distil(self.model, required(self.teacher), images)
+        h, (images, targets) = self.settings, batch
+        logits, distance = METHODS[h.method](self.model, required(self.teacher), images)
         base = F.cross_entropy(logits.float(), targets)
-        loss = base + self.settings.alpha * distance
+        loss = h.alpha * distance + (0 if h.method == "lillama" else base)
         parts = {"base": base.detach(), "distillation": distance.detach()}
         self.log_dict({f"train/{name}": value for name, value in parts.items()})
         self.log("train/loss", loss, prog_bar=True)

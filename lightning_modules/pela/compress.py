@@ -10,10 +10,14 @@ from torch import Tensor, nn
 from lightning_modules.pela.calibration import Calibration, run
 from lightning_modules.pela.energy import energy_shares, plan_energy
 from lightning_modules.pela.factorize import factorize, plan_uniform
+from lightning_modules.pela.feature_error import plan_feature_error
 from lightning_modules.pela.layers import factors_of, low_rank_layers
 
-Ranks = Literal["uniform", "energy"]
+Ranks = Literal["uniform", "energy", "feature_error"]
 Factors = Literal["svd", "whitened", "asvd"]
+PROBES = (
+    64  # images at most, evenly spread, on which "feature_error" passes for each layer and rank
+)
 
 
 def compress(
@@ -33,10 +37,13 @@ def compress(
             tensor, a tuple of arguments, or a dictionary of keyword arguments.
         ratio: κ; 2 halves the layers' parameters and multiply-adds.
         ranks: "uniform", κ for every layer (the paper); "energy", from the singular values under
-            the same budget (see `energy.py`), with "whitened" and "asvd" from those of W · L.
+            the same budget (see `energy.py`), with "whitened" and "asvd" from those of W · L;
+            "feature_error", from what each layer does to an image classifier's last feature, on
+            64 of the images (see `feature_error.py`).
         factors: "svd" (the paper); "whitened" or "asvd", which fit the data (see `calibration.py`).
         skip: layers to leave alone beside the defaults, see `find_layers`.
-        multiple: ranks are rounded down to multiples of it; 8 suits processors.
+        multiple: ranks are rounded down to multiples of it; 8 suits processors, and is what
+            "feature_error" takes for 1.
 
     Returns:
         The same model.
@@ -44,7 +51,16 @@ def compress(
     Raises:
         ValueError: for an unknown choice, factors that need batches without any, or as `factorize`.
     """
+    batches = None if batches is None else list(batches)
     moments = layer_moments(model, batches, factors, skip)
+    if ranks == "feature_error":
+        if not batches:
+            raise ValueError("ranks 'feature_error' need batches: give some of the training data")
+        step = multiple if multiple > 1 else 8
+        images = torch.cat(batches)
+        images = images[:: -(-len(images) // PROBES)]
+        plan = plan_feature_error(model, images, ratio, skip, moments, step)
+        return factorize(model, ranks=plan, moments=moments)
     (plan,) = _plans(model, [ratio], ranks, moments, skip, multiple).values()
     return factorize(model, ranks=plan, moments=moments)
 
@@ -66,7 +82,7 @@ def compress_each(
         model: dense; it is left as it was.
         ratios: κ of each copy.
         moments: of `layer_moments`; None for plain factors.
-        ranks: this and the others as for `compress`.
+        ranks: this and the others as for `compress`; not "feature_error".
 
     Returns:
         The copies by ratio, each as `compress` would make it.

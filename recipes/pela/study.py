@@ -46,12 +46,14 @@ TREATMENTS = {
     "asvd": Treatment(start=("uniform", "asvd")),
     "whitened": Treatment(start=("uniform", "whitened")),
     "whitened_energy": Treatment(start=("energy", "whitened")),
+    "flar": Treatment(start=("feature_error", "whitened")),
     "tinybert": Treatment(
         f"{MODULES}Distillation", {"model.method": "tinybert"}, tuned_as="tinybert"
     ),
     "maskalign": Treatment(
         f"{MODULES}Distillation", {"model.method": "maskalign"}, tuned_as="maskalign"
     ),
+    "lillama": Treatment(f"{MODULES}Distillation", {"model.method": "lillama"}, tuned_as="lillama"),
     "pruned": Treatment(settings={"model.beta": 0.0}, start="pruned", tuned_as="pruned"),
     "nested": Treatment("lightning_modules.matformer.MatViT", start="dense", tuned_as="nested"),
     "tome": Treatment(f"{MODULES}TokenMerging", start="dense", tuned_as="tome"),

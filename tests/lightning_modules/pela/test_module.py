@@ -251,6 +251,39 @@ def test_maskalign_shows_the_student_a_part(dense):
     assert module.model(images).shape == (6, CLASSES) and len(seen[-1][0]) == 17  # as before
 
 
+def test_lillama_teaches_every_block_by_itself(dense):
+    """arXiv 2412.16719, written out block by block; labels teach nothing."""
+    module = build(dense, module=Distillation, method="lillama", alpha=2.0)
+    images, labels = batch()
+    student, teacher = module.model, module.teacher
+    loss = module.training_step((images, labels), 0)
+    loss.backward()
+    gradients = {name: p.grad for name, p in student.named_parameters()}
+
+    def apart(found, wanted):
+        product = (found * wanted).sum(-1) / (found.norm(dim=-1) * wanted.norm(dim=-1))
+        return (found - wanted).abs().mean() + (1 + (-product).exp()).log().mean()
+
+    student.zero_grad()
+    total = 0.0
+    x_s = x_t = block_outputs(teacher, images)[0]  # the embeddings of both
+    for mine, theirs in zip(student.blocks, teacher.blocks, strict=True):
+        with torch.no_grad():
+            y_t = theirs(x_t)
+        y_s = mine(x_s.detach())
+        term = 2.0 * (apart(mine(x_t.detach()), y_t) + apart(y_s, y_t))
+        term.backward()
+        total += term.item()
+        x_s, x_t = y_s, y_t
+    assert loss.item() == pytest.approx(total, rel=1e-5)
+    for name, parameter in student.named_parameters():
+        if name.startswith("blocks."):
+            torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-5, rtol=1e-4)
+        else:
+            assert gradients[name] is None and not parameter.requires_grad
+    assert module.logged["train/base"] > 0
+
+
 def test_maskalign_needs_tokens_that_can_be_left_out(dense):
     module = build(dense, "swin", Distillation, method="maskalign")
     with pytest.raises(ValueError, match="SwinTransformer cannot leave tokens out"):
