@@ -92,6 +92,21 @@ def read_file(path: Path) -> Any:
         ) from error
 
 
+def read_checkpoint(path: str | Path) -> Any:
+    """What a checkpoint holds; its tensors stay on the disk until they are used.
+
+    Raises:
+        ValueError: if it cannot be read as one.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # whatever an unpickler stumbles over
+        raise ValueError(
+            f"{path} cannot be read as a checkpoint ({type(error).__name__}): it is cut off, or of "
+            "another kind; expected one that training has written"
+        ) from error
+
+
 def load_weights(model: nn.Module, source: str | Path) -> LoadReport:
     """`copy_weights` from a file.
 

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import timm
-import torch
 from jsonargparse import Namespace
+
+from lightning_modules.weights import read_checkpoint
 
 Statistics = dict[str, tuple[float, ...]]
 HALF: Statistics = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
@@ -114,8 +115,8 @@ def _statistics_of_file(source: Path) -> Statistics | None:
     if source.suffix != ".ckpt" or not source.is_file():
         return None
     try:
-        content = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:  # whatever is wrong with it, loading the weights says it
+        content = read_checkpoint(source)
+    except ValueError:  # which loading the weights will say
         return None
     states = content.values() if isinstance(content, dict) else ()
     described = [one[DATA] for one in states if isinstance(one, dict) and DATA in one]

@@ -34,6 +34,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from callbacks.seeding import SeedEveryStep
+from lightning_modules.weights import read_checkpoint
 from recipes.agreement import RANDOM, agree, other_normalisation, weights_of
 from recipes.messages import shortened
 
@@ -48,6 +49,8 @@ USAGE = (
 
 # an experiment hands each stage its own arguments, whatever the process was started with
 warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+# Lightning's own use of torch, which nobody who trains can change
+warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 
 
 class Parser(LightningArgumentParser):
@@ -134,6 +137,8 @@ class RecipeCLI(LightningCLI):
         agree(settings)
         if said := other_normalisation(settings):
             rank_zero_warn(said)
+        if settings.get("ckpt_path") and Path(settings.ckpt_path).is_file():
+            read_checkpoint(settings.ckpt_path)  # Lightning says less of one that is broken
         start = weights_of(settings) or ""
         if self.subcommand == "fit" and not settings.ckpt_path and start.startswith(RANDOM):
             rank_zero_info(start)

@@ -30,6 +30,8 @@ def ending(trainer: L.Trainer, module: L.LightningModule) -> str:
             folder = one.folder or Path(trainer.default_root_dir) / "adapter"
             lines.append(f"adapter:         {folder}")
     if chosen := best or last:
+        if chosen.is_relative_to(Path.cwd()):
+            chosen = chosen.relative_to(Path.cwd())  # as short as it can be typed
         lines += [
             f"to predict:      python -m recipes predict --ckpt_path {chosen} PATH",
             f"to export:       python -m recipes export {chosen} FOLDER",

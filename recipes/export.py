@@ -31,7 +31,7 @@ from lightning_modules.matformer.costs import layer_costs
 from lightning_modules.matformer.mix_and_match import mix_and_match
 from lightning_modules.pela.export import to_onnx, to_program
 from lightning_modules.vera import to_lora, to_peft
-from recipes.predict import Predictor, number
+from recipes.predict import Predictor, folder_for, number
 
 FILES = {"onnx": to_onnx, "pt2": to_program}
 KINDS = ("timm", "transformers", "peft", "lora", *FILES)
@@ -158,6 +158,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     out = Path(options.out)
     if options.to in FILES and out.suffix != f".{options.to}":
         raise ValueError(f"{out}: expected a name that ends in .{options.to}")
+    if options.to not in FILES:
+        folder_for(out)
     predictor = Predictor(options.checkpoint, device="cpu")
     print(export(predictor, out, options.to, granularity_of(predictor, options, out)))
 

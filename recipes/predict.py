@@ -16,6 +16,7 @@ itself, so nothing else is asked. The table is printed and written to prediction
 
 import argparse
 import importlib
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ from datamodules.tokens import encode, filling, pad, tokenizer_from
 from lightning_modules.decoding import generate
 from lightning_modules.matformer.costs import choose
 from lightning_modules.vera import load_adapter
+from lightning_modules.weights import read_checkpoint
 from recipes.records import write_whole
 from recipes.tables import Table
 
@@ -92,8 +94,7 @@ class Predictor:
         self.description, module = described(checkpoint)
         self.kind: str = self.description["kind"]
         self.batch_size, self.top_k, self.max_new_tokens = batch_size, top_k, max_new_tokens
-        accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
-        self.device = torch.device(device or accelerator)
+        self.device = device_of(device)
         loaded: Any = module.load_from_checkpoint(checkpoint, map_location="cpu", weights_only=True)
         self.module = loaded.to(self.device).eval()
         if "tokenizer" in self.description:
@@ -174,6 +175,21 @@ class Predictor:
         return [Prediction(*top[0], top) for top in tops]
 
 
+def device_of(name: str | None) -> torch.device:
+    """The device of a name, or the first accelerator, or the CPU.
+
+    Raises:
+        ValueError: if this machine has no such device.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    if name is None:
+        return accelerator or torch.device("cpu")
+    known = ["cpu", *([accelerator.type] if accelerator else [])]
+    if name.partition(":")[0] not in known:
+        raise ValueError(f"device {name} is not here: expected {' or '.join(known)}")
+    return torch.device(name)
+
+
 def described(checkpoint: str | Path) -> tuple[dict[str, Any], type[L.LightningModule]]:
     """What a checkpoint says of its data, and the class of its module.
 
@@ -182,11 +198,12 @@ def described(checkpoint: str | Path) -> tuple[dict[str, Any], type[L.LightningM
         ValueError: if it says nothing.
     """
     if not Path(checkpoint).is_file():
+        what = "is a folder" if Path(checkpoint).is_dir() else "is not there"
         raise FileNotFoundError(
-            f"{checkpoint} is not there: expected a checkpoint, such as RUN/checkpoints/last.ckpt"
+            f"{checkpoint} {what}: expected a checkpoint, such as RUN/checkpoints/last.ckpt"
         )
-    content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
-    for state in content.values():
+    content = read_checkpoint(checkpoint)
+    for state in content.values() if isinstance(content, dict) else ():
         if isinstance(state, dict) and {"description", "module"} <= state.keys():
             place, _, name = state["module"].rpartition(".")
             module = getattr(importlib.import_module(place), name)
@@ -281,6 +298,17 @@ def table_of(rows: Sequence[tuple[str, Prediction]]) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
+def folder_for(name: str | Path) -> Path:
+    """A folder that may be written into.
+
+    Raises:
+        ValueError: if a file is in its place.
+    """
+    if Path(name).exists() and not Path(name).is_dir():
+        raise ValueError(f"{name} is a file: expected a folder, or a name that is not taken")
+    return Path(name)
+
+
 def number(text: str) -> float:
     """12M, 1.5G or 12000000.
 
@@ -289,9 +317,12 @@ def number(text: str) -> float:
     """
     unit = UNITS.get(text[-1:].upper(), 1)
     try:
-        return float(text[:-1] if unit > 1 else text) * unit
+        value = float(text[:-1] if unit > 1 else text) * unit
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number such as 12M") from None
+        value = math.nan
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number such as 12M")
+    return value
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -318,6 +349,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in ("top_k", "batch_size", "max_new_tokens"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} {getattr(options, name)}: expected at least 1")
+    folder_for(options.out)
     description, _ = described(options.ckpt_path)
     inputs = read_inputs(options.paths, description, options.text, options.pair)
     predictor = Predictor(

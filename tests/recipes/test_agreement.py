@@ -125,6 +125,14 @@ def test_a_training_from_random_weights_says_so_when_it_starts(monkeypatch):
     assert all(one.startswith("weights: random, since neither") for one in said)
 
 
+def test_a_checkpoint_that_is_cut_off_is_named(tmp_path):
+    torch.save({"state_dict": {"weight": torch.zeros(1000)}}, tmp_path / "last.ckpt")
+    Begins(["fit", "-c", str(FOLDER), f"--ckpt_path={tmp_path / 'last.ckpt'}"])
+    (tmp_path / "cut.ckpt").write_bytes((tmp_path / "last.ckpt").read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"cut\.ckpt cannot be read as a checkpoint"):
+        Begins(["fit", "-c", str(FOLDER), f"--ckpt_path={tmp_path / 'cut.ckpt'}"])
+
+
 def test_a_warm_up_longer_than_the_run_is_said():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     with pytest.warns(UserWarning, match="warms up for 100 steps of 40 and never"):

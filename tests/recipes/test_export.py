@@ -169,6 +169,13 @@ def test_what_cannot_be_is_said(checkpoints, tmp_path, name, options, message):
         main([str(checkpoints[name]), str(tmp_path / "out"), *options])
 
 
+def test_a_file_in_the_folder_s_place_is_said(checkpoints, tmp_path):
+    (tmp_path / "taken").write_text("x")
+    with pytest.raises(ValueError, match="taken is a file: expected a folder"):
+        main([str(checkpoints["nested"]), str(tmp_path / "taken")])
+    assert (tmp_path / "taken").read_text() == "x"
+
+
 def test_a_missing_checkpoint_is_said(tmp_path):
     with pytest.raises(FileNotFoundError, match="is not there"):
         main([str(tmp_path / "none.ckpt"), str(tmp_path / "out")])

@@ -1,5 +1,6 @@
 """Predictions from a checkpoint alone: pictures, sentences, prompts."""
 
+import argparse
 import io
 import json
 import math
@@ -163,6 +164,16 @@ class TestImages:
             Predictor(tmp_path / "old.ckpt")
         with pytest.raises(ValueError, match="--top_k 0: expected at least 1"):
             main(["--ckpt_path", checkpoint, "x.png", "--top_k", "0"])
+        with pytest.raises(FileNotFoundError, match="is a folder: expected a checkpoint, such as"):
+            main(["--ckpt_path", str(tmp_path), "x.png"])
+        (tmp_path / "cut.ckpt").write_bytes(Path(checkpoint).read_bytes()[:5000])
+        with pytest.raises(ValueError, match="cut.ckpt cannot be read as a checkpoint"):
+            main(["--ckpt_path", str(tmp_path / "cut.ckpt"), "x.png"])
+        with pytest.raises(ValueError, match="notes.txt is a file: expected a folder"):
+            main(["--ckpt_path", checkpoint, "x.png", "--out", str(tmp_path / "notes.txt")])
+        for device in ("quantum", *(() if torch.accelerator.is_available() else ("cuda:0",))):
+            with pytest.raises(ValueError, match=f"device {device} is not here: expected cpu"):
+                Predictor(checkpoint, device=device)
 
 
 CLEAN = """
@@ -340,6 +351,12 @@ def test_a_language_model_writes_text(tmp_path):
     table = pd.read_csv(tmp_path / "predictions.csv", keep_default_na=False)
     assert list(table.columns) == ["input", "prediction"]
     assert table["input"].tolist() == ["name[Eagle], food[French]", "name[Zizzi]"]
+
+
+@pytest.mark.parametrize("text", ["nan", "-3", "0", "many", "M", ""])
+def test_what_is_no_number(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="is no number such as 12M"):
+        number(text)
 
 
 def test_numbers_with_units():
