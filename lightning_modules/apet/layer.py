@@ -10,7 +10,8 @@ their trainable elements added. What is added starts at zero, so the output does
 
 Element-wise tuning needs ∂L/∂W at a few thousand places, and a dense gradient costs half of the
 layer's other work. `_TunedLinear` computes it at those places only, as Σ_t g_ti·x_tj, as long as
-that is cheaper; W plus its elements is built again in the backward pass rather than kept.
+that is cheaper; W plus its elements is built again in the backward pass rather than kept, and so
+are most inputs (recompute.py).
 """
 
 import functools
@@ -24,6 +25,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
+
+from lightning_modules.apet.recompute import not_kept
 
 # an element costs about as much as so many multiply-adds of a dense product: it moves two numbers
 # through memory for each token (measured by benchmarks/apet_step.py)
@@ -63,6 +66,11 @@ class TunedLinear(Tuned):
         kind = x.device.type
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
+        with not_kept(x):
+            return self.output(x)
+
+    def output(self, x: Tensor) -> Tensor:
+        """h_out of an input of the type that is computed in."""
         tall = isinstance(self, Conv1D)
         weight: Any = self._parameters["weight"]
         values = self._parameters.get("apet_add_weight")
@@ -82,7 +90,7 @@ class TunedLinear(Tuned):
             output = output + self.apet_scale * F.linear(x, w3.to(x.dtype)) @ w4.to(x.dtype)
         if "apet_w6" in self._parameters:
             w5, b5, w6, b6 = self.neurons()
-            hidden = F.gelu(F.linear(y, w5.to(y.dtype), b5.to(y.dtype)))
+            hidden = F.gelu(_Behind.apply(y, w5.to(y.dtype), x, bias, self) + b5.to(y.dtype))
             output = output + hidden @ w6.to(y.dtype)
             if b6 is not None:
                 output = output + b6.to(y.dtype)
@@ -170,6 +178,35 @@ class _TunedLinear(torch.autograd.Function):
             left, right = left.flatten(0, -2), right.flatten(0, -2)
             grad_values = at(left, right, index, weight.shape[1]).to(values.dtype)
         return grad_x, None, grad_bias, grad_values, None, None
+
+
+class _Behind(torch.autograd.Function):
+    """y W_5ᵀ behind a linear layer, y = x Wᵀ + b, without keeping y.
+
+    ∂L/∂W_5 = gᵀ y = (gᵀ x) Wᵀ + (Σ_t g_t) bᵀ, of which gᵀ x has few rows.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, w5: Tensor, x: Tensor, bias: Tensor | None, layer: TunedLinear
+    ) -> Tensor:
+        ctx.save_for_backward(w5, x, bias)
+        ctx.layer = layer
+        return F.linear(y, w5)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        w5, x, bias = ctx.saved_tensors
+        grad_w5 = None
+        if ctx.needs_input_grad[1]:
+            weight = ctx.layer.tuned("weight").to(grad.dtype)
+            rows = grad.flatten(0, -2)
+            grad_w5 = rows.T @ x.flatten(0, -2)
+            grad_w5 = grad_w5 @ (weight if isinstance(ctx.layer, Conv1D) else weight.T)
+            if bias is not None:
+                grad_w5 = grad_w5 + rows.sum(0)[:, None] * bias
+        return grad @ w5, grad_w5, None, None, None
 
 
 def added(base: Tensor, values: Tensor, index: Tensor) -> Tensor:
