@@ -44,6 +44,7 @@ from recipes.records import write_whole
 from recipes.tables import Table
 
 SHOWN = 20  # rows in the terminal; the file has all
+WIDTH = 40  # characters of an input there
 UNITS = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
 
 
@@ -298,6 +299,13 @@ def table_of(rows: Sequence[tuple[str, Prediction]]) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
+def abridged(name: str, path: bool) -> str:
+    """The end of a long path, or the beginning of a long text."""
+    if len(name) <= WIDTH:
+        return name
+    return "…" + name[1 - WIDTH :] if path else name[: WIDTH - 1] + "…"
+
+
 def folder_for(name: str | Path) -> Path:
     """A folder that may be written into.
 
@@ -371,7 +379,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     table = table_of(rows)
     file = Path(options.out) / "predictions.csv"
     write_whole(file, table.to_csv(index=False))
-    cells = table.head(SHOWN).astype(str).replace("nan", "").to_numpy().tolist()
+    head = table.head(SHOWN).astype(str).replace("nan", "")
+    head["input"] = [abridged(name, predictor.kind == "images") for name in head["input"]]
+    cells = head.to_numpy().tolist()
     more = [f"{len(table) - SHOWN} more are in the file"] if len(table) > SHOWN else []
     count = f"{len(table):,} prediction{'s' if len(table) > 1 else ''}"
     Table(list(table.columns), cells, more).show(f"{count}: {file}")

@@ -24,7 +24,7 @@ from recipes import cli
 from recipes.__main__ import dispatch
 from recipes.ending import ending
 from recipes.export import main as export
-from recipes.predict import Predictor, main, number
+from recipes.predict import Predictor, abridged, main, number
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 COLORS = {"blue": (20, 30, 220), "green": (30, 200, 40), "red": (220, 20, 30)}
@@ -357,6 +357,12 @@ def test_a_language_model_writes_text(tmp_path):
 def test_what_is_no_number(text):
     with pytest.raises(argparse.ArgumentTypeError, match="is no number such as 12M"):
         number(text)
+
+
+def test_long_inputs_are_abridged_where_they_are_shown():
+    assert abridged("short.png", True) == "short.png" and len(abridged("x" * 99, True)) == 40
+    assert abridged("/a/very/long/path/to/the/pictures/of/a/cat.png", True).endswith("/cat.png")
+    assert abridged("the film is " + "very " * 20, False).startswith("the film is very")
 
 
 def test_numbers_with_units():
