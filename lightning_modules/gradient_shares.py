@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor
 
@@ -27,19 +26,18 @@ def gradient_shares(
     return {name: norm / total for name, norm in norms.items()}
 
 
-def log_gradient_shares(module: L.LightningModule, weighted: Mapping[str, Tensor]) -> None:
+def log_gradient_shares(module: Any, weighted: Mapping[str, Tensor]) -> None:
     """Log `train/share_…` of a module's terms at the steps that its trainer logs.
 
     Not of a single term, and not where parameters are sharded. A backward pass for each term.
 
     Args:
-        module: with its `model`.
+        module: a LightningModule with its `model`.
         weighted: see `gradient_shares`.
     """
-    trainer: Any = module._trainer
+    trainer = module._trainer
     if len(weighted) < 2 or trainer is None or module.device_mesh is not None:
         return
     if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
-        model: Any = module.model
-        shares = gradient_shares(weighted, model.parameters())
+        shares = gradient_shares(weighted, module.model.parameters())
         module.log_dict({f"train/share_{name}": share for name, share in shares.items()})
