@@ -44,6 +44,7 @@ from recipes.messages import console
 from recipes.runner import run_experiment
 from recipes.self_distillation.chains import declare, options
 from recipes.self_distillation.report import PaperTables, report
+from recipes.self_distillation.shared_claims import POINTS, gates, near, over
 
 PAPER: PaperTables = {
     "Table 1, accuracy, %, mean ± standard deviation of 5 runs": (
@@ -95,61 +96,18 @@ image = to_tensor(resize(read_image("new.jpg")))
 print(data.class_names[model(image[None]).argmax()])
 """
 
-POINTS: dict[str, Any] = {"mean_over": "set", "scale": 100}
-GATES = [
-    # gate 1: fine-tuning beats training from scratch by ten points
-    Comparison("accuracy", "finetune", "scratch", threshold=0.1, **POINTS),
-    # gate 2: further pre-training overfits its target: held-out L_MAE rises in its second half
-    Comparison(
-        "val_mae_by_share", {"row": "further", "x": 1.0}, {"row": "further", "x": 0.5},
-        mean_over="set", digits=4,
-    ),
-]  # fmt: skip
+GATES = gates("accuracy")
 CLAIMS = [
-    Claim(
-        name="over further",
-        paper="self-distillation",
-        where="Table 1",
-        sentence="Self-distillation beats further pre-training.",
-        number="CUB 58.06 ± 0.90 against 55.72 ± 0.46",
-        test=Comparison("accuracy", "self_distillation", "further", **POINTS),
-        gate=GATES,
-    ),
-    Claim(
-        name="over fine-tuning",
-        paper="self-distillation",
-        where="Table 1",
-        sentence="Self-distillation beats fine-tuning alone.",
-        number="CUB 58.06 ± 0.90 against 55.55",
-        test=Comparison("accuracy", "self_distillation", "finetune", **POINTS),
-        gate=GATES,
-    ),
-    Claim(
-        name="over RecAdam",
-        paper="self-distillation",
-        where="Table 1",
-        sentence="Self-distillation beats RecAdam.",
-        number="CUB 58.06 ± 0.90 against 55.22 ± 1.29",
-        test=Comparison("accuracy", "self_distillation", "recadam", **POINTS),
-        gate=GATES,
-    ),
-    Claim(
-        name="over MARS",
-        paper="self-distillation",
-        where="Table 1",
-        sentence="Self-distillation beats MARS.",
-        number="CUB 58.06 ± 0.90 against 55.35 ± 0.73",
-        test=Comparison("accuracy", "self_distillation", "mars", **POINTS),
-        gate=GATES,
-    ),
-    Claim(
-        name="over R3F",
-        paper="self-distillation",
-        where="Table 1",
-        sentence="Self-distillation beats R3F.",
-        number="CUB 58.06 ± 0.90 against 55.91 ± 0.79",
-        test=Comparison("accuracy", "self_distillation", "r3f", **POINTS),
-        gate=GATES,
+    *over(
+        "accuracy",
+        "Table 1",
+        {
+            "further": "CUB 58.06 ± 0.90 against 55.72 ± 0.46",
+            "finetune": "CUB 58.06 ± 0.90 against 55.55",
+            "recadam": "CUB 58.06 ± 0.90 against 55.22 ± 1.29",
+            "mars": "CUB 58.06 ± 0.90 against 55.35 ± 0.73",
+            "r3f": "CUB 58.06 ± 0.90 against 55.91 ± 0.79",
+        },
     ),
     Claim(
         name="over SupCon",
@@ -160,15 +118,7 @@ CLAIMS = [
         test=Comparison("accuracy", "self_distillation", "supcon", **POINTS),
         gate=GATES,
     ),
-    Claim(
-        name="L_MAE helps",
-        paper="self-distillation",
-        where="Table 3",
-        sentence="Self-distillation is worse without L_MAE.",
-        number="CUB 58.06 against 57.60",
-        test=Comparison("accuracy", "self_distillation", "without_mae", **POINTS),
-        gate=GATES,
-    ),
+    *over("accuracy", "Table 3", {"without_mae": "CUB 58.06 against 57.60"}),
     Claim(
         name="twice the steps",
         paper="self-distillation",
@@ -196,33 +146,7 @@ CLAIMS = [
         test=Comparison("accuracy", "self_distillation", "weights_l2", **POINTS),
         gate=GATES,
     ),
-    Claim(
-        name="gap",
-        paper="self-distillation",
-        where="Section 5.2, Table 4",
-        sentence="The generalisation gap is smaller than after further pre-training.",
-        number="smaller",
-        test=Comparison("gap", "further", "self_distillation", mean_over="set"),
-        gate=GATES,
-    ),
-    Claim(
-        name="adaptation stays near",
-        paper="self-distillation",
-        where="Section 5.2, Fig. 5",
-        sentence="Self-distillation stays nearer to the initial weights than further pre-training.",
-        number="nearer",
-        test=Comparison("adaptation_distance", "further", "distil", mean_over="set"),
-        gate=GATES,
-    ),
-    Claim(
-        name="fine-tuning stays near",
-        paper="self-distillation",
-        where="Section 5.2, Fig. 5",
-        sentence="So does what is fine-tuned from it.",
-        number="nearer",
-        test=Comparison("distance", "further", "self_distillation", mean_over="set"),
-        gate=GATES,
-    ),
+    *near(GATES),
     Claim(
         name="more steps are worse",
         paper="self-distillation",

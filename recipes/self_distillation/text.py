@@ -44,6 +44,7 @@ from recipes.messages import console
 from recipes.runner import run_experiment
 from recipes.self_distillation.chains import declare, options
 from recipes.self_distillation.report import PaperTables, report
+from recipes.self_distillation.shared_claims import POINTS, gates, near, over
 
 PAPER: PaperTables = {
     "Table 2, F1 (micro for ChemProt, else macro), %, mean ± standard deviation of 5 runs": (
@@ -75,34 +76,18 @@ options = {"truncation": True, "max_length": data.max_length, "return_tensors": 
 print(data.class_names[model(dict(data.tokenizer(["a new text"], **options))).argmax()])
 """
 
-POINTS: dict[str, Any] = {"mean_over": "set", "scale": 100}
-GATES = [
-    # gate 1: fine-tuning beats training from scratch by ten points
-    Comparison("f1", "finetune", "scratch", threshold=0.1, **POINTS),
-    # gate 2: further pre-training overfits its target: held-out L_MAE rises in its second half
-    Comparison(
-        "val_mae_by_share", {"row": "further", "x": 1.0}, {"row": "further", "x": 0.5},
-        mean_over="set", digits=4,
-    ),
-]  # fmt: skip
+GATES = gates("f1")
 CLAIMS = [
-    Claim(
-        name="over further",
-        paper="self-distillation",
-        where="Table 2",
-        sentence="Self-distillation beats further pre-training.",
-        number="SciERC 81.79 ± 0.75 against 80.32 ± 1.25",
-        test=Comparison("f1", "self_distillation", "further", **POINTS),
-        gate=GATES,
-    ),
-    Claim(
-        name="over fine-tuning",
-        paper="self-distillation",
-        where="Table 2",
-        sentence="Self-distillation beats fine-tuning alone.",
-        number="SciERC 81.79 ± 0.75 against 76.63 ± 2.06",
-        test=Comparison("f1", "self_distillation", "finetune", **POINTS),
-        gate=GATES,
+    *over(
+        "f1",
+        "Table 2",
+        {
+            "further": "SciERC 81.79 ± 0.75 against 80.32 ± 1.25",
+            "finetune": "SciERC 81.79 ± 0.75 against 76.63 ± 2.06",
+            "recadam": "SciERC 81.79 ± 0.75 against 79.45 ± 1.92",
+            "mars": "SciERC 81.79 ± 0.75 against 74.69 ± 1.25",
+            "r3f": "SciERC 81.79 ± 0.75 against 75.61 ± 2.49",
+        },
     ),
     Claim(
         name="further over fine-tuning",
@@ -113,69 +98,8 @@ CLAIMS = [
         test=Comparison("f1", "further", "finetune", **POINTS),
         gate=GATES[0],
     ),
-    Claim(
-        name="over RecAdam",
-        paper="self-distillation",
-        where="Table 2",
-        sentence="Self-distillation beats RecAdam.",
-        number="SciERC 81.79 ± 0.75 against 79.45 ± 1.92",
-        test=Comparison("f1", "self_distillation", "recadam", **POINTS),
-        gate=GATES,
-    ),
-    Claim(
-        name="over MARS",
-        paper="self-distillation",
-        where="Table 2",
-        sentence="Self-distillation beats MARS.",
-        number="SciERC 81.79 ± 0.75 against 74.69 ± 1.25",
-        test=Comparison("f1", "self_distillation", "mars", **POINTS),
-        gate=GATES,
-    ),
-    Claim(
-        name="over R3F",
-        paper="self-distillation",
-        where="Table 2",
-        sentence="Self-distillation beats R3F.",
-        number="SciERC 81.79 ± 0.75 against 75.61 ± 2.49",
-        test=Comparison("f1", "self_distillation", "r3f", **POINTS),
-        gate=GATES,
-    ),
-    Claim(
-        name="L_MAE helps",
-        paper="self-distillation",
-        where="Table 3",
-        sentence="Self-distillation is worse without L_MAE.",
-        number="SciERC 81.79 against 80.66",
-        test=Comparison("f1", "self_distillation", "without_mae", **POINTS),
-        gate=GATES,
-    ),
-    Claim(
-        name="gap",
-        paper="self-distillation",
-        where="Section 5.2, Table 4",
-        sentence="The generalisation gap is smaller than after further pre-training.",
-        number="smaller",
-        test=Comparison("gap", "further", "self_distillation", mean_over="set"),
-        gate=GATES,
-    ),
-    Claim(
-        name="adaptation stays near",
-        paper="self-distillation",
-        where="Section 5.2, Fig. 5",
-        sentence="Self-distillation stays nearer to the initial weights than further pre-training.",
-        number="nearer",
-        test=Comparison("adaptation_distance", "further", "distil", mean_over="set"),
-        gate=GATES,
-    ),
-    Claim(
-        name="fine-tuning stays near",
-        paper="self-distillation",
-        where="Section 5.2, Fig. 5",
-        sentence="So does what is fine-tuned from it.",
-        number="nearer",
-        test=Comparison("distance", "further", "self_distillation", mean_over="set"),
-        gate=GATES,
-    ),
+    *over("f1", "Table 3", {"without_mae": "SciERC 81.79 against 80.66"}),
+    *near(GATES),
 ]
 
 

@@ -1,0 +1,80 @@
+"""What the papers' claims on images and on text have in common: gates, opponents, distances."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from recipes.claims import Claim, Comparison
+
+PAPER = "self-distillation"
+POINTS: dict[str, Any] = {"mean_over": "set", "scale": 100}
+OVER = {  # a row that self-distillation beats: the claim's name and its sentence
+    "further": ("over further", "Self-distillation beats further pre-training."),
+    "finetune": ("over fine-tuning", "Self-distillation beats fine-tuning alone."),
+    "recadam": ("over RecAdam", "Self-distillation beats RecAdam."),
+    "mars": ("over MARS", "Self-distillation beats MARS."),
+    "r3f": ("over R3F", "Self-distillation beats R3F."),
+    "without_mae": ("L_MAE helps", "Self-distillation is worse without L_MAE."),
+}
+
+
+def gates(metric: str) -> list[Comparison]:
+    """What has to hold before the claims mean anything; `metric` is the test part's."""
+    return [
+        # gate 1: fine-tuning beats training from scratch by ten points
+        Comparison(metric, "finetune", "scratch", threshold=0.1, **POINTS),
+        # gate 2: further pre-training overfits its target: held-out L_MAE rises in its second half
+        Comparison(
+            "val_mae_by_share", {"row": "further", "x": 1.0}, {"row": "further", "x": 0.5},
+            mean_over="set", digits=4,
+        ),
+    ]  # fmt: skip
+
+
+def over(metric: str, where: str, numbers: Mapping[str, str]) -> list[Claim]:
+    """Self-distillation beats each row of `numbers`, the paper's."""
+    return [
+        Claim(
+            name=OVER[row][0],
+            paper=PAPER,
+            where=where,
+            sentence=OVER[row][1],
+            number=number,
+            test=Comparison(metric, "self_distillation", row, **POINTS),
+            gate=gates(metric),
+        )
+        for row, number in numbers.items()
+    ]
+
+
+def near(gate: Sequence[Comparison]) -> list[Claim]:
+    """The generalisation gap, and the distances from the initial weights."""
+    return [
+        Claim(
+            name="gap",
+            paper=PAPER,
+            where="Section 5.2, Table 4",
+            sentence="The generalisation gap is smaller than after further pre-training.",
+            number="smaller",
+            test=Comparison("gap", "further", "self_distillation", mean_over="set"),
+            gate=gate,
+        ),
+        Claim(
+            name="adaptation stays near",
+            paper=PAPER,
+            where="Section 5.2, Fig. 5",
+            sentence="Self-distillation stays nearer to the initial weights than further "
+            "pre-training.",
+            number="nearer",
+            test=Comparison("adaptation_distance", "further", "distil", mean_over="set"),
+            gate=gate,
+        ),
+        Claim(
+            name="fine-tuning stays near",
+            paper=PAPER,
+            where="Section 5.2, Fig. 5",
+            sentence="So does what is fine-tuned from it.",
+            number="nearer",
+            test=Comparison("distance", "further", "self_distillation", mean_over="set"),
+            gate=gate,
+        ),
+    ]
