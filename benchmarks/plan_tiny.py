@@ -7,8 +7,9 @@
 Each stage is planned in one process and trained by `python -m recipes fit` in another, in turns. A
 time is from the process's start to the end of training, libraries imported included, Python's own
 exit (some two seconds) not; on one thread (OMP_NUM_THREADS=1) it is the processor's and not the
-wall's, so that other work beside matters less. The goal is a prediction within 15 %. Memory is the largest that one training step has
-allocated (torch's profiler, or CUDA's own count), with weights and moments.
+wall's, so that other work beside matters less. The goal is a prediction within 15 %. Memory is the
+largest that one training step has allocated (torch's profiler, or CUDA's own count), with weights
+and moments.
 """
 
 import cpu_torchvision  # noqa: F401  (first: see its docstring)
