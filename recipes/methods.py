@@ -73,19 +73,22 @@ def load(stage: Finished) -> Any:
 
 def test(stage: Finished, data: Any) -> dict[str, float]:
     """The scores of a stage's last checkpoint on the test part, by name."""
-    module = type_of(stage.settings.model).load_from_checkpoint(
-        stage.checkpoint, map_location="cpu"
-    )
+    kind = type_of(stage.settings.model)
+    return scores_on_test(kind.load_from_checkpoint(stage.checkpoint, map_location="cpu"), data)
+
+
+def scores_on_test(module: Any, data: Any) -> dict[str, float]:
+    """The scores of a module on the test part, by name."""
     trainer = L.Trainer(
         accelerator="auto",
         devices=1,
         logger=False,
+        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        barebones=False,
     )
     [scores] = trainer.test(module, datamodule=data, verbose=False)
-    return {name.removeprefix("test/"): value for name, value in scores.items()}
+    return {name.removeprefix("test/"): float(value) for name, value in scores.items()}
 
 
 def measure_majority(m: Measuring) -> Iterator[Row]:

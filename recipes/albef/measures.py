@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 from PIL import Image
 from torch.nn import functional as F
@@ -14,6 +13,7 @@ from lightning_modules.albef.grounding import choose_box
 from lightning_modules.albef.retrieval import Gallery, rerank
 from lightning_modules.pela import factorize
 from recipes.experiment import Measuring
+from recipes.methods import scores_on_test
 from recipes.plots import plt
 from recipes.records import type_of
 from recipes.results import Row
@@ -32,16 +32,7 @@ def score(m: Measuring) -> Iterator[Row]:
     if ratio := m.settings.get("ratio"):
         factorize(module.model, ratio, skip=skipped(module.model))
     row, name = m.settings["row"], m.settings["set"]
-    trainer = L.Trainer(
-        accelerator="auto",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    [metrics] = trainer.test(module, datamodule=data, verbose=False)
-    values = {key.removeprefix("test/"): float(value) for key, value in metrics.items()}
+    values = scores_on_test(module, data)
     if "r_mean" in values:
         alone = [value for key, value in values.items() if key.startswith("itc_")]
         values["itc_r_mean"] = sum(alone) / len(alone)
