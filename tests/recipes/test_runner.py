@@ -262,7 +262,8 @@ def test_plan_runs_nothing(go, trainings, capsys, monkeypatch, tmp_path):
 # The rest trains for real, in processes of their own.
 
 SCRIPT = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
 sys.path.insert(0, {folder!r})
 from jobs_experiment import EXPERIMENT
 from recipes.messages import console
