@@ -19,7 +19,7 @@ setup: $(STAMP)  ## install exact versions into .venv (PYTHON=python3.12 picks t
 
 # The last two commands use what the first has trained, on a digit that it has not trained on.
 demo: $(STAMP)  ## train one nested ViT on digits beside four independent ones, and use it: minutes
-	$(BIN)/python -m recipes.matformer.matvit --preset tiny --jobs 2 --rows matvit,independent,joint $(ARGS)
+	$(BIN)/python -m recipes.matformer.matvit --preset tiny --jobs 2 --rows matvit,independent $(ARGS)
 	$(BIN)/python examples/digits.py runs/digits
 	$(BIN)/python -m recipes predict --ckpt_path $(DEMO)/checkpoints/last.ckpt runs/digits/new/7-1.png --top_k 2 --out runs
 	$(BIN)/python -m recipes export $(DEMO)/checkpoints/last.ckpt runs/exported --granularity S
