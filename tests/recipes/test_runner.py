@@ -263,7 +263,7 @@ def test_plan_runs_nothing(go, trainings, capsys, monkeypatch, tmp_path):
 
 SCRIPT = """
 import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
 sys.path.insert(0, {folder!r})
 from jobs_experiment import EXPERIMENT
 from recipes.messages import console
