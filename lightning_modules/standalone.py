@@ -155,8 +155,10 @@ def save(
     _refuse_strange(model, _build(cut.parent))
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write = _save_transformers if library == "transformers" else _save_timm
-    lines, built = write(model, folder, classes, preprocessing, cut)
+    if library == "timm":
+        lines, built = _save_timm(model, folder, classes, preprocessing, cut)
+    else:
+        lines, built = _save_transformers(model, folder, classes, cut)
     manifest = {"format": FORMAT, **cut.about} if cut.about or built else {}
     pairs: dict[str, Any] = dict(low_rank_layers(model))
     if built:
@@ -182,12 +184,12 @@ def save(
 
 
 def _build(model: Any, **changes: Any) -> nn.Module:
-    """A model as its library builds it, by the arguments of this one and others."""
-    if isinstance(model, transformers.PreTrainedModel):
-        with torch.device("meta"):
+    """A model without values as its library builds it, by the arguments of this one and others."""
+    with torch.device("meta"):
+        if isinstance(model, transformers.PreTrainedModel):
             return type(model)(copy.deepcopy(model.config))
-    arguments = {"num_classes": model.num_classes, **get_model_args(model), **changes}
-    return timm.create_model(model.pretrained_cfg["architecture"], **arguments)
+        arguments = {"num_classes": model.num_classes, **get_model_args(model), **changes}
+        return timm.create_model(model.pretrained_cfg["architecture"], **arguments)
 
 
 def _refuse_strange(model: nn.Module, dense: nn.Module) -> None:
@@ -246,11 +248,7 @@ def _save_timm(
 
 
 def _save_transformers(
-    model: Any,
-    folder: Path,
-    classes: Sequence[str] | None,
-    preprocessing: Mapping[str, Any] | None,
-    cut: Cut,
+    model: Any, folder: Path, classes: Sequence[str] | None, cut: Cut
 ) -> Written:
     name = type(model).__name__
     fits = _shapes(_build(model)) == _shapes(model)

@@ -19,7 +19,7 @@ from lightning_modules.matformer import extract
 from lightning_modules.matformer.nest import nesting_of
 from recipes import results
 from recipes.generate import granularity, load
-from recipes.matformer.language import device
+from recipes.nodes import device
 from recipes.results import Row, tidy
 from recipes.tables import Column, Table, tabulate
 

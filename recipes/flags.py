@@ -126,3 +126,8 @@ def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
             waiting = key
     if waiting is not None:
         raise ValueError(f"--{waiting} has no value")
+
+
+def names_in(text: str) -> list[str]:
+    """The names in "a,b"."""
+    return [name for name in text.split(",") if name]

@@ -17,6 +17,7 @@ from datamodules.tokens import load_tokenizer, tokenizer_from
 from lightning_modules.backbones import build_text
 from lightning_modules.matformer import MatLM, set_granularity
 from lightning_modules.matformer.speculative import SpeculationRecord, speculative_generate
+from recipes.nodes import device
 from recipes.predict import described
 
 
@@ -35,18 +36,18 @@ def main(argv: Sequence[str] | None = None) -> str:
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
     if not ids.numel():
         raise ValueError("the prompt is empty: give --prompt TEXT, or text on the standard input")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    place = device()
     draft: Any = None
     if options.draft is not None:
         named = Path(options.draft).exists()
-        draft = load(options.draft)[0].to(device) if named else granularity(options.draft)
+        draft = load(options.draft)[0].to(place) if named else granularity(options.draft)
     smaller = (options.draft, options.draft_layers, options.draft_vocabulary)
     drafts = any(one is not None for one in smaller)
     record = SpeculationRecord()
     start = time.perf_counter()
     written = speculative_generate(
-        model.to(device),
-        ids.to(device),
+        model.to(place),
+        ids.to(place),
         draft,
         options.tokens,
         draft_length(options.draft_tokens) if drafts else 0,
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> str:
         eos_token_id=tokenizer.eos_token_id,
         stop_strings=options.stop,
         tokenizer=tokenizer,
-        generator=torch.Generator(device).manual_seed(options.seed),
+        generator=torch.Generator(place).manual_seed(options.seed),
         record=record,
     )[0, ids.shape[1] :].tolist()
     seconds = time.perf_counter() - start

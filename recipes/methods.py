@@ -8,6 +8,7 @@ import torch
 
 from lightning_modules.vera.scores import classification_scores
 from recipes.experiment import Measuring
+from recipes.nodes import device
 from recipes.records import Finished, at, type_of
 from recipes.results import Row
 
@@ -64,9 +65,8 @@ def best_of(
 
 def load(stage: Finished) -> Any:
     """The module of a stage's last checkpoint, ready to evaluate."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     module = type_of(stage.settings.model).load_from_checkpoint(
-        stage.checkpoint, map_location=device
+        stage.checkpoint, map_location=device()
     )
     return module.eval()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jsonargparse
+import torch
 
 from recipes import cli
 from recipes.flags import CLASSES, key_of
@@ -255,6 +256,11 @@ def finished(node: Node) -> Finished:
         return Finished(node.folder, node.seed)
     arguments = node.arguments(lambda value: resolved(value, finished))
     return Finished(node.folder, node.seed, str(node.file), node.run.preset, tuple(arguments))
+
+
+def device() -> torch.device:
+    """Where measurements compute: a GPU, or the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def stand_in(value: Any) -> Any:

@@ -23,7 +23,7 @@ from recipes import cli, experiment_plan, results
 from recipes.cluster import RayCluster
 from recipes.executors import Executor, InProcess, LocalPool, Task, TaskFailed
 from recipes.experiment import Experiment, Run, folder_name
-from recipes.flags import Flags
+from recipes.flags import Flags, names_in
 from recipes.messages import ExperimentFailed
 from recipes.nodes import Measurement, Measuring, Node, Stage, finished, is_finished, resolved
 from recipes.progress import View, console
@@ -74,11 +74,11 @@ def command_line(experiment: Experiment, argv: list[str] | None = None) -> Run:
     add = parser.add_argument
     add("--preset", default="tiny", metavar="NAME", help=f"{', '.join(known)}; default tiny")
     add("--seeds", type=int, default=1, metavar="N", help="runs, with seeds 0 to N - 1; default 1")
-    add("--rows", default=[], type=_names, metavar="A,B", help="only these rows of the table")
+    add("--rows", default=[], type=names_in, metavar="A,B", help="only these rows of the table")
     add(
         "--only",
         default=[],
-        type=_names,
+        type=names_in,
         metavar="A,B",
         help="only these parts (stages and measurements; * and ? fit any), and what they need",
     )
@@ -325,7 +325,3 @@ def list_nodes(run: Run) -> None:
         needs = ", ".join(before.name for before in node.waits_for())
         after = f"; after {needs}" if needs else ""
         console.print(f"seed {node.seed}: {node.name}: {state}{after}", highlight=False)
-
-
-def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]

@@ -121,9 +121,7 @@ def for_few_rows(model: Any) -> Any:
 class FewRowsLinear(nn.Linear):
     """A linear layer that computes (W · xᵀ)ᵀ for a few rows of x, and two rows where there is one.
 
-    torch hands x · Wᵀ to a routine (MKL's sgemm, sgemv) that reads W from memory at half the speed:
-    for W of 1536 × 576 on one core of an AMD EPYC, 0.34 ms for one row and 0.50 ms for two, against
-    0.20 ms for two this way.
+    torch hands x · Wᵀ to a routine (MKL's sgemm, sgemv) that reads W from memory more slowly.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -139,13 +139,13 @@ def lillama(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[Ten
             logits = student(images)
             with torch.no_grad():
                 teacher(images)
-            own, wanted = of_student.take(), of_teacher.take()
+            learnt, wanted = of_student.take(), of_teacher.take()
         taught = [student.get_submodule(name)(x) for name, x in zip(names, given, strict=True)]
     finally:
         for hook in hooks:
             hook.remove()
     with torch.autocast(images.device.type, enabled=False):
-        triples = zip(taught, own, wanted, strict=True)
+        triples = zip(taught, learnt, wanted, strict=True)
         terms = [_apart(t, y) + _apart(s, y) for t, s, y in triples]
         return logits, torch.stack(terms).sum()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from recipes.apet.texts import measure_nothing, measure_texts, write_questions
 from recipes.experiment import Measurement, Run, Stage
+from recipes.flags import names_in
 from recipes.methods import measure_majority, measure_score
 from recipes.records import Finished
 
@@ -39,7 +40,7 @@ def options(parser: ArgumentParser, names: Sequence[str] = ("models", "tasks")) 
     """What APET's experiments take on their command lines."""
     for name in names:
         text = f"only these {name} of {GRID}.yaml"
-        parser.add_argument(f"--{name}", default=[], type=_names, metavar="A,B", help=text)
+        parser.add_argument(f"--{name}", default=[], type=names_in, metavar="A,B", help=text)
 
 
 def chosen(run: Run, what: str, known: Iterable[str]) -> list[str]:
@@ -53,10 +54,6 @@ def chosen(run: Run, what: str, known: Iterable[str]) -> list[str]:
     if unknown := [name for name in given if name not in known]:
         raise ValueError(f"--{what} has {unknown[0]!r}: expected some of {', '.join(known)}")
     return [name for name in known if not given or name in given]
-
-
-def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
 
 
 @dataclass(frozen=True)

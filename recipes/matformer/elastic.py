@@ -32,9 +32,10 @@ from lightning_modules.matformer.speculative import speculative_generate
 from recipes import plots
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
-from recipes.matformer.language import device, load, plain, rows_of, score, sizes, submodels
+from recipes.matformer.language import load, plain, rows_of, score, sizes, submodels
 from recipes.matformer.submodels import ladder
 from recipes.messages import console
+from recipes.nodes import device
 from recipes.results import Row, provenance, select
 from recipes.runner import run_experiment
 from recipes.tables import Column, tabulate

@@ -12,14 +12,10 @@ from lightning_modules.counting import count_non_embedding, count_parameters
 from lightning_modules.matformer import MatLM, extract, set_granularity
 from lightning_modules.matformer.consistency import SubmodelMetrics, score_tokens
 from lightning_modules.matformer.nest import nesting_of
+from recipes.nodes import device
 from recipes.results import Row
 
 Model = Callable[[Tensor], Tensor]  # tokens (B, L) to logits (B, L, V)
-
-
-def device() -> torch.device:
-    """A GPU where there is one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def load(checkpoint: Path) -> Any:

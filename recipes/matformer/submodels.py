@@ -15,6 +15,7 @@ from lightning_modules.counting import count_macs, count_parameters
 from lightning_modules.matformer import MatViT, extract, layer_costs, mix_and_match
 from lightning_modules.matformer.consistency import SubmodelMetrics
 from lightning_modules.matformer.nest import nesting_of, set_granularity
+from recipes.nodes import device
 from recipes.results import Row
 
 
@@ -35,11 +36,6 @@ class Submodel:
     macs: int
     forward: Callable[[Tensor], Tensor]
     features: Callable[[Tensor], Tensor]
-
-
-def device() -> torch.device:
-    """A GPU where there is one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def load(checkpoint: Path) -> nn.Module:

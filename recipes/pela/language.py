@@ -31,8 +31,9 @@ from lightning_modules.pela.compress import Factors, Ranks, compress_each, layer
 from lightning_modules.pela.layers import find_layers, sizes
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
-from recipes.matformer.language import device, plain, score
+from recipes.matformer.language import plain, score
 from recipes.messages import console
+from recipes.nodes import device
 from recipes.plots import curves
 from recipes.results import Row, by_seed, provenance, unique
 from recipes.runner import run_experiment

@@ -27,6 +27,7 @@ from lightning_modules.pela import Classifier, Features, LoRA, compress
 from lightning_modules.pela.tome import add_tome
 from lightning_modules.standalone import save
 from recipes.experiment import Measuring
+from recipes.nodes import device
 from recipes.records import type_of
 from recipes.results import Row
 
@@ -161,11 +162,6 @@ def make_low_rank_folder(m: Measuring) -> Iterator[Row]:
     """Leave a repaired model as a folder whose load.py needs timm alone."""
     save(loaded(m, "trained").model, m.folder / "low_rank", m.datamodule("trained").class_names)
     yield from ()
-
-
-def device() -> torch.device:
-    """A GPU where there is one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def data_of(m: Measuring) -> ImageData:

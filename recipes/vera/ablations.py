@@ -24,6 +24,7 @@ from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
 from recipes.methods import measure_score
+from recipes.nodes import device
 from recipes.plots import curves
 from recipes.records import type_of
 from recipes.results import Row, provenance, select
@@ -131,14 +132,14 @@ def measure_curve(m: Measuring) -> Iterator[Row]:
 
 def measure_speed(m: Measuring) -> Iterator[Row]:
     """Seconds of a training step of every row, forward to update, taken in turn in one process."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    place = device()
     stage = next(iter(m.stages.values()))
     batch = next(iter(stage.datamodule().train_dataloader()))
-    batch = {name: value.to(device) for name, value in batch.items()}
+    batch = {name: value.to(place) for name, value in batch.items()}
     steps = {}
     for row, one in m.stages.items():
         module = type_of(one.settings.model).load_from_checkpoint(
-            one.checkpoint, map_location=device
+            one.checkpoint, map_location=place
         )
         parameters = [p for p in module.parameters() if p.requires_grad]
         steps[row] = (module.train(), torch.optim.AdamW(parameters, lr=0.0, fused=True))
@@ -150,7 +151,7 @@ def measure_speed(m: Measuring) -> Iterator[Row]:
                 optimizer.zero_grad()
                 loss_of(*module.outputs(batch)).backward()
                 optimizer.step()
-            if device.type == "cuda":
+            if place.type == "cuda":
                 torch.cuda.synchronize()
             seconds[row].append((time.perf_counter() - start) / STEPS)
     for row, values in seconds.items():

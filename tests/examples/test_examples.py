@@ -79,7 +79,9 @@ def test_digits_are_those_of_the_demo(tmp_path, monkeypatch):
     assert {part: len(paths) for part, paths in files.items()} == {
         "train": 1298, "val": 479, "new": 20,
     }  # fmt: skip
-    shown = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True).stdout
+    shown = subprocess.run(
+        ["make", "-n", "--no-print-directory", "demo"], cwd=ROOT, capture_output=True, text=True
+    ).stdout
     *_, trained, written, predicted, exported = shown.splitlines()
     assert "examples/digits.py runs/digits" in written
     (picture,) = [one for one in predicted.split() if one.endswith(".png")]
