@@ -17,6 +17,7 @@ are most inputs (recompute.py).
 import functools
 import hashlib
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,11 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_modules.apet.recompute import not_kept
 
-# an element costs about as much as so many multiply-adds of a dense product: it moves two numbers
-# through memory for each token (measured by benchmarks/apet_step.py)
-GATHER_COST = 12
-GATHERED = 1 << 19  # numbers in one piece of the gathered product
+# an element costs at most as much as so many of a dense product, whose numbers are used again for
+# neighbours while they are in the cache
+SAMPLE_COST = 12
+SAMPLED = ("cpu", "cuda")  # where torch has a product that computes some elements only
+warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
 
 
 class Tuned(nn.Module):
@@ -219,24 +221,26 @@ def added(base: Tensor, values: Tensor, index: Tensor) -> Tensor:
 
 
 def at(left: Tensor, right: Tensor, index: Tensor, columns: int) -> Tensor:
-    """Elements of leftᵀ · right, (n,), at flat indices.
+    """Elements of leftᵀ · right, (n,), at flat indices, in at least float32 where they are few.
 
     Args:
         left: (T, rows).
         right: (T, columns).
-        index: (n,), row · columns + column.
+        index: (n,), row · columns + column, ascending.
         columns: of the product.
     """
-    if len(index) * GATHER_COST >= left.shape[1] * columns:
+    if len(index) * SAMPLE_COST >= left.shape[1] * columns or left.device.type not in SAMPLED:
         return (left.T @ right).flatten()[index]
+    kind = torch.promote_types(left.dtype, torch.float32)  # the product knows no other types
     rows, cols = index // columns, index % columns
-    left, right = left.T.contiguous(), right.T.contiguous()
-    piece = max(1, GATHERED // max(1, left.shape[1]))
-    sums = [
-        torch.linalg.vecdot(left[rows[start : start + piece]], right[cols[start : start + piece]])
-        for start in range(0, len(index), piece)
-    ]
-    return torch.cat(sums)
+    starts = torch.searchsorted(rows, torch.arange(left.shape[1] + 1, device=rows.device))
+    pattern = torch.sparse_csr_tensor(
+        starts, cols, left.new_zeros(len(index), dtype=kind), (left.shape[1], columns),
+        check_invariants=False,
+    )  # fmt: skip
+    return torch.sparse.sampled_addmm(
+        pattern, left.T.to(kind).contiguous(), right.to(kind), beta=0.0
+    ).values()
 
 
 @functools.cache
