@@ -14,6 +14,9 @@ matplotlib.use("Agg")  # a report must not need a screen
 
 from matplotlib import pyplot as plt
 
+# twenty colours, the ten stronger ones first; a series has one by its place among all titles
+COLORS = [matplotlib.colormaps["tab20"](place) for place in (*range(0, 20, 2), *range(1, 20, 2))]
+
 
 def scatter(
     table: pd.DataFrame,
@@ -149,13 +152,13 @@ def _figure(
 
 def _series(
     lines: pd.DataFrame, metric: str, column: str, titles: Mapping[str, str] | None
-) -> Iterator[tuple[Any, str, str]]:
+) -> Iterator[tuple[Any, str, Any]]:
     """Value, title and colour of each series that these lines have."""
     present = list(unique(select(lines, {"metric": metric}), column))
     chosen = titles or {value: title_of(value) for value in present}
     for place, (value, title) in enumerate(chosen.items()):
         if value in present:
-            yield value, title, f"C{place % 10}"
+            yield value, title, COLORS[place % len(COLORS)]
 
 
 def _deviation(values: pd.Series) -> float:

@@ -250,6 +250,13 @@ class TestPlots:
         band = axis.collections[0].get_paths()[0].vertices[:, 1]
         assert (band.min(), band.max()) == pytest.approx((30 - 200**0.5, 30 + 200**0.5))
 
+    def test_twelve_series_have_twelve_colours(self, tmp_path, monkeypatch):
+        drawn = []
+        monkeypatch.setattr("recipes.plots.save_plot", lambda figure, path: drawn.append(figure))
+        rows = [Row(f"row {n}", "loss", n, x=x) for n in range(12) for x in (1, 2)]
+        curves(tidy(rows, "e", "p", 0), tmp_path / "a.png", "loss")
+        assert len({str(line.get_color()) for line in drawn[0].axes[0].lines}) == 12
+
     def test_a_metric_that_is_not_there_is_named(self, tmp_path):
         with pytest.raises(ValueError, match=r"no 'f1' to plot in a\.png: the table has \['score'"):
             curves(example(), tmp_path / "a.png", "f1")
