@@ -36,7 +36,8 @@ lint: $(STAMP)  ## check style, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP)  ## run every benchmark, one after another
+# benchmarks/speculative.py is not among them: it needs a checkpoint.
+bench: $(STAMP)  ## run the benchmarks, one after another (ARGS=--quick for a trial)
 	@set -e; for file in benchmarks/*_*.py; do echo "== $$file"; $(BIN)/python -m benchmarks.$$(basename $$file .py) $(ARGS); done
 
 $(STAMP): requirements.txt

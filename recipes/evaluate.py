@@ -4,7 +4,7 @@ python -m recipes evaluate runs/…/last.ckpt --granularity S M L XL --tasks lam
 python -m recipes evaluate FOLDER --tasks my_task --task-folder my_tasks --shots 0
 
 The paper's 25 tasks are 1-shot, which is the default here. Each size is extracted, so that it costs
-what it would cost by itself. Needs `pip install 'fit-any-budget[harness]'`.
+what it would cost by itself. Needs `pip install -e '.[harness]'`.
 """
 
 import argparse
@@ -95,8 +95,7 @@ class Harness:
             from lm_eval.tasks import TaskManager
         except ImportError as error:
             raise ValueError(
-                f"lm-evaluation-harness cannot be imported ({error}): "
-                "pip install 'fit-any-budget[harness]'"
+                f"lm-evaluation-harness cannot be imported ({error}): pip install -e '.[harness]'"
             ) from error
         logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what is meant
         self.evaluate, self.adapter = simple_evaluate, HFLM

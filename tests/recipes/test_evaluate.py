@@ -103,5 +103,5 @@ def test_a_task_that_is_not_known_is_named(model, tasks):
 
 def test_without_the_harness_the_cure_is_said(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
-    with pytest.raises(ValueError, match=r"pip install 'fit-any-budget\[harness\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[harness\]'"):
         evaluate.main(["CKPT", "--tasks", "sums"])
