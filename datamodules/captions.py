@@ -16,6 +16,9 @@ from typing import Any, Literal
 
 from PIL import Image
 
+from datamodules.images import read_image
+from datamodules.tables import column_error, open_lines
+
 log = logging.getLogger(__name__)
 BadImages = Literal["refuse", "skip"]
 
@@ -39,7 +42,8 @@ def read_captions(file: Path) -> list[Captioned]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is of no known form, or names no images.
+        ValueError: it is of no known form, names no images, or a row has more or fewer cells than
+            the header.
     """
     if not file.is_file():
         raise FileNotFoundError(
@@ -63,17 +67,24 @@ def _pairs(file: Path) -> list[tuple[str, str | list[str]]]:
                     "a caption: a caption list without images cannot be paired."
                 )
         return [(entry["image"], entry["caption"]) for entry in entries]
-    text = file.read_text(encoding="utf-8")
-    if "#0\t" in text[:1000]:
-        lines = [line.partition("\t") for line in text.splitlines() if line]
-        return [(name.rpartition("#")[0], caption) for name, _, caption in lines]
-    rows = csv.DictReader(text.splitlines())
-    if not {"image", "caption"} <= set(rows.fieldnames or ()):
+    lines = open_lines(file)
+    if "#0\t" in lines[0]:
+        parts = [line.partition("\t") for line in lines if line]
+        return [(name.rpartition("#")[0], caption) for name, _, caption in parts]
+    reader = csv.reader(line + "\n" for line in lines)
+    header = next(reader)
+    if not {"image", "caption"} <= set(header):
         raise ValueError(
-            f"{file} has the columns {', '.join(rows.fieldnames or ['none'])}, expected image and "
-            "caption: a caption list without images cannot be paired."
+            f"{file} has the columns {', '.join(header) or 'none'}, expected image and caption: a "
+            "caption list without images cannot be paired."
         )
-    return [(row["image"], row["caption"]) for row in rows]
+    image, caption = header.index("image"), header.index("caption")
+    pairs: list[tuple[str, str | list[str]]] = []
+    for cells in filter(None, reader):
+        if len(cells) != len(header):  # a comma in a caption that is not in quotation marks
+            raise column_error(file, reader.line_num, len(cells), len(header))
+        pairs.append((cells[image], cells[caption]))
+    return pairs
 
 
 def read_json(file: Path) -> Any:
@@ -119,17 +130,15 @@ def usable(images: Sequence[Path], bad: BadImages) -> list[bool]:
 
 
 def read_picture(file: Path) -> Image.Image:
-    """A picture in RGB.
+    """A picture in RGB; see `images.read_image`.
 
     Raises:
         ValueError: it cannot be decoded.
     """
     try:
-        return Image.open(file).convert("RGB")
+        return read_image(file)
     except OSError as error:
-        raise ValueError(
-            f"{file} cannot be decoded ({error}): fetch it again, or take it off the list."
-        ) from error
+        raise ValueError(str(error)) from error
 
 
 def _fault(file: Path) -> str:

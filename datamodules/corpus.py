@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 from torch.utils.data import Dataset
 
 from datamodules.loading import PartsData
-from datamodules.tables import column_error
+from datamodules.tables import LONGEST, column_error
 from datamodules.token_files import (
     Blocks,
     TokenFile,
@@ -47,11 +47,12 @@ class CorpusData(PartsData):
     Args:
         source: "python", the Python source that is installed; "files"; or "datasets", a set of the
             `datasets` library.
-        train: files or folders to train on, patterns with * allowed; or the set's name. A folder
-            with a manifest.json is a token file and taken as it is.
-        val: files to validate on. None: the set's validation split, or else the last
-            `val_fraction` of the training tokens, whatever the seed.
-        test: files to test on; the validation part when None, or the set's test split.
+        train: files or folders to train on, a name's last part may have *; or the set's name. A
+            folder with a manifest.json is a token file and taken as it is.
+        val: files to validate on (source "files"). None: the set's validation split, or else the
+            last `val_fraction` of the training tokens, whatever the seed.
+        test: files to test on (source "files"). None: the set's test split, or else the validation
+            part.
         root: folder in which files are that are not found from here; RECIPES_DATA when None.
         column: of csv, tsv and jsonl files and of sets, with the text.
         config: of the set, such as "wikitext-2-raw-v1".
@@ -100,6 +101,15 @@ class CorpusData(PartsData):
             raise ValueError(
                 f"val_fraction is {val_fraction}, expected a share between 0 and 1, both excluded."
             )
+        if source != "files" and (val or test):
+            raise ValueError(
+                f"source is {source}, val is {val!r} and test is {test!r}: expected neither, which "
+                "are for source files; python holds out val_fraction, and a set has its splits."
+            )
+        limits = {"eval_stride": eval_stride, "max_bytes": max_bytes, "eval_tokens": eval_tokens}
+        for name, value in limits.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}, expected 1 or more, or null for no limit.")
         if length < 2:
             raise ValueError(f"length is {length}, expected 2 tokens or more in a block.")
         self.source, self.root, self.column, self.config = source, root, column, config
@@ -207,8 +217,7 @@ class CorpusData(PartsData):
 
     def _paths(self, part: str) -> list[Path]:
         named = self.parts[part]
-        root = self.root or os.environ.get("RECIPES_DATA", "")
-        return find_files([named] if isinstance(named, str) else named or [], root)
+        return find_files([named] if isinstance(named, str) else named or [], self._root())
 
     def _key(self, part: str) -> str:
         """What the documents of a part are made from."""
@@ -223,11 +232,15 @@ class CorpusData(PartsData):
         return self.tokenizer_name or f"{self.trained_size} of {self._key('train')}"
 
     def _written(self, part: str) -> Path | None:
-        """The token file that was named for a part, if one was."""
+        """The token file that was named for a part, if one was; looked for where files are."""
         named = self.parts[part]
-        if isinstance(named, str) and (Path(named) / "manifest.json").is_file():
-            return Path(named)
-        return None
+        if self.source != "files" or not isinstance(named, str):
+            return None
+        places = _places(named, self._root())
+        return next((place for place in places if (place / "manifest.json").is_file()), None)
+
+    def _root(self) -> str:
+        return self.root or os.environ.get("RECIPES_DATA", "")
 
     def _trained_tokenizer(self) -> Any:
         if folder := self._written("train"):
@@ -267,7 +280,7 @@ def find_files(patterns: Sequence[str], root: str = "") -> list[Path]:
     """
     paths: list[Path] = []
     for pattern in patterns:
-        names = [Path(pattern).expanduser(), *([Path(root, pattern).expanduser()] if root else [])]
+        names = _places(pattern, root)
         found = next(filter(None, map(_matching, names)), [])
         if not found:
             places = " or ".join(map(str, dict.fromkeys(names)))
@@ -278,10 +291,16 @@ def find_files(patterns: Sequence[str], root: str = "") -> list[Path]:
     return paths
 
 
+def _places(name: str, root: str) -> list[Path]:
+    """Where a name may lie: from here, and below the root."""
+    return [Path(name).expanduser(), *([Path(root, name).expanduser()] if root else [])]
+
+
 def _matching(name: Path) -> list[Path]:
-    if name.is_dir():
-        return sorted(path for path in name.rglob("*") if path.is_file())
-    return [name] if name.is_file() else sorted(name.parent.glob(name.name))
+    if name.is_file():
+        return [name]
+    found = name.rglob("*") if name.is_dir() else name.parent.glob(name.name)
+    return sorted(path for path in found if path.is_file())
 
 
 def read_file(path: Path, column: str) -> Iterator[str]:
@@ -291,7 +310,7 @@ def read_file(path: Path, column: str) -> Iterator[str]:
     about a million characters, cut at line ends.
 
     Raises:
-        ValueError: the file is not UTF-8, or a row has no such column.
+        ValueError: the file is not UTF-8, or a row has no such column or no text in it.
     """
     place = f"{path}"
     try:
@@ -300,9 +319,13 @@ def read_file(path: Path, column: str) -> Iterator[str]:
                 for number, line in enumerate(lines, start=1):
                     place = f"{path}, line {number}"
                     if line.strip():
-                        yield json.loads(line)[column]
+                        text = json.loads(line)[column]
+                        if not isinstance(text, str):
+                            raise TypeError(f"{text!r} is no text")
+                        yield text
             elif path.suffix in (".csv", ".tsv"):
                 tsv: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+                csv.field_size_limit(LONGEST)
                 reader = csv.DictReader(lines, **(tsv if path.suffix == ".tsv" else {}))
                 for row in reader:
                     place = f"{path}, line {reader.line_num}"
@@ -318,7 +341,7 @@ def read_file(path: Path, column: str) -> Iterator[str]:
         raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8.") from error
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{place}: there is no {column!r} in it ({error!r}): name the text's column in "
+            f"{place}: there is no text {column!r} in it ({error!r}): name the text's column in "
             "--data.column, or repair the line."
         ) from error
 

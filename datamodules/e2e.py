@@ -76,7 +76,7 @@ class E2EData(PromptedData):
         return self.prompts(part)
 
     def load(self, part: str) -> list[Row]:
-        name = _FILES[self.format][part]
+        name = _FILES[self.format]["test" if part == "predict" else part]
         if self.source == "generated":
             with tempfile.TemporaryDirectory() as scratch:
                 return read_e2e(write_e2e(scratch, seed=self.seed) / name)

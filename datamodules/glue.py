@@ -151,6 +151,9 @@ class GLUEData(SentenceData):
             return train if part == "train" else val
         return self._official("val" if part == "test" else part)
 
+    def drawn(self, part: str) -> bool:
+        return self.val_fraction > 0 and part in ("train", "val")
+
     def _official(self, part: str) -> list[Example]:
         name = self.task.files[("train", "val", "predict").index(part)]
         if name is None:

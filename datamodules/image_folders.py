@@ -81,7 +81,7 @@ class ImageFolderData(ImageData):
     Args:
         labelled: False for all images below root, wherever they lie, as one class.
         train: name of the training folder.
-        val: name of the validation folder.
+        val: name of the validation folder; if it is not there, `val_fraction` decides.
         test: name of the test folder, if there is one.
         val_fraction: see `ImageData`.
         **kwargs: see `ImageData`.

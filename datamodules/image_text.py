@@ -1,6 +1,5 @@
 """Pictures with sentences: what all their data have in common, and captions."""
 
-import csv
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from torchvision.transforms import v2
 from datamodules.captions import BadImages, Captioned, plain, read_captions, read_picture, usable
 from datamodules.loading import PartsData, data_folder, hold_out
 from datamodules.shapes import write
+from datamodules.tables import read_table
 from datamodules.tokens import filling, load_tokenizer, pad, tokenizer_from, tokenizer_state
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -87,6 +87,7 @@ class ImageTextData(PartsData):
         self._scratch: tempfile.TemporaryDirectory | None = None
         self._tokenizer: Any = None
         self._parts: dict[str, list] = {}
+        self._drawn = False  # whether the seed has divided the data into parts
 
     @classmethod
     def described(cls, description: dict[str, Any]) -> "ImageTextData":
@@ -135,8 +136,8 @@ class ImageTextData(PartsData):
         return self.folder / self.images / image
 
     def members(self, part: str) -> tuple[list[str], bool]:
-        """See `PartsData.members`."""
-        return [repr(entry) for entry in self.entries(part)], False
+        """The entries of a part; see `PartsData.members`."""
+        return [repr(entry) for entry in self.entries(part)], self._drawn
 
     def picture(self, image: str, training: bool) -> Tensor:
         """An image as the model takes it, (3, S, S); see `read_picture`."""
@@ -221,11 +222,18 @@ class CaptionData(ImageTextData):
         entries = read_captions(file)
         splits = self.folder / "splits.csv"
         if not splits.is_file():
+            self._drawn = True
             kept, held = hold_out(entries, self.val_fraction, self.seed)
             return kept if part == "train" else held
-        with splits.open(newline="", encoding="utf-8") as rows:
-            parts = {row["image"]: row["split"] for row in csv.DictReader(rows)}
-        return [entry for entry in entries if parts.get(entry.image) == part]
+        parts = {row["image"]: row["split"] for _, row in read_table(splits, ["image", "split"])}
+        kept = [entry for entry in entries if parts.get(entry.image) == part]
+        if not kept:
+            known = ", ".join(sorted(set(parts.values())))
+            raise ValueError(
+                f"{splits} puts no image of {file.name} into the part {part!r} (its parts are "
+                f"{known}): call them train, val and test."
+            )
+        return kept
 
     def path(self, image: str) -> Path:
         folder = self.folder / self.images

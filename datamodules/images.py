@@ -356,7 +356,8 @@ class ImageData(PartsData):
     def members(self, part: str) -> tuple[list[str], bool]:
         """The images of a part, each with its class; see `PartsData.members`."""
         self.setup()
-        items = self._sets["test" if part == "predict" else part].items
+        part = "test" if part == "predict" else part
+        items = self._sets[part].items
         lines = [f"{self.name_of(source)}\t{self._class_names[label]}" for source, label in items]
         return lines, part in self._drawn
 

@@ -97,6 +97,9 @@ class InstructionData(PromptedData):
         train, val = hold_out(found, self.val_fraction, self.seed)
         return train if part == "train" else val
 
+    def drawn(self, part: str) -> bool:
+        return self.val_fraction > 0
+
     def val_dataloader(self) -> Any:
         return super().val_dataloader() if self.val_fraction else []
 

@@ -51,6 +51,9 @@ class ReviewData(SentenceData):
         train, val = hold_out(read_imdb(folder / "train"), 0.1, self.seed)
         return train if part == "train" else val
 
+    def drawn(self, part: str) -> bool:
+        return self.name == "imdb" and part in ("train", "val")
+
 
 def read_imdb(folder: Path) -> list[Example]:
     """The reviews of neg/ and pos/, one in each .txt file, in the order of their names.

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 TXT = "sentence"  # the column of a txt file
+LONGEST = 2**31 - 1  # characters of a cell; Python's csv refuses more than 131,072 unless told
 
 
 def read_class(text: str, classes: Mapping[str, int], place: str) -> int:
@@ -109,6 +110,7 @@ def read_table(path: str | Path, columns: Sequence[str]) -> list[tuple[int, dict
     if suffix == ".tsv":
         split = [(number, line.split("\t")) for number, line in enumerate(lines, start=1) if line]
     else:
+        csv.field_size_limit(LONGEST)
         reader = csv.reader(line + "\n" for line in lines)
         split = [(reader.line_num, row) for row in reader if row]
     for number, cells in split[1:]:

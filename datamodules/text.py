@@ -127,6 +127,10 @@ class TokenizedData(PartsData):
         """All examples of "train", "val", "test" or "predict": tuples that hold their texts."""
         raise NotImplementedError
 
+    def drawn(self, part: str) -> bool:
+        """Whether the seed decided what `load` gives for a part."""
+        return False
+
     def select(self, part: str, examples: list) -> list:
         """Not more of the examples than `limit` or `eval_limit`."""
         limits = {"train": self.limit, "val": self.eval_limit, "test": self.eval_limit}
@@ -151,7 +155,7 @@ class TokenizedData(PartsData):
         """The examples of a part as JSON; see `PartsData.members`."""
         examples = self.examples(part)
         lines = [json.dumps(example, ensure_ascii=False) for example in examples]
-        return lines, len(examples) < len(self.load(part))
+        return lines, self.drawn(part) or len(examples) < len(self.load(part))
 
     @property
     def tokenizer(self) -> Any:
@@ -324,10 +328,9 @@ class TextData(SentenceData):
             return examples
         return hold_out(self._read("train"), self.val_fraction, self.seed)[1]
 
-    def members(self, part: str) -> tuple[list[str], bool]:
-        lines, drawn = super().members(part)
+    def drawn(self, part: str) -> bool:
         own_file = part not in ("train", "val") and self.files["test"]
-        return lines, drawn or not (self.files["val"] or own_file)
+        return not (self.files["val"] or own_file)
 
     def _rows(self, part: str, labelled: bool) -> list[tuple[int, dict[str, str]]]:
         columns = [self.text, self.pair, self.label if labelled else None]

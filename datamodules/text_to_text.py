@@ -79,10 +79,7 @@ class TextToTextData(PromptedData):
 
     def load(self, part: str) -> list[Pair]:
         name = self.names.get(part) or self.names["val"]
-        path = data_folder(self.root, self.form) / name
-        if path.suffix == ".json" and not path.is_file() and path.with_suffix(".jsonl").is_file():
-            path = path.with_suffix(".jsonl")
-        return list(READERS[self.form](path))
+        return list(READERS[self.form](data_folder(self.root, self.form) / name))
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[list[int]]:
         if self.encoder_decoder:

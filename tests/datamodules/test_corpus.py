@@ -125,6 +125,8 @@ def test_columns_text_and_patterns(tmp_path):
     data = corpus_data(tmp_path / "*.?sv", column="body")
     texts = BYTE.decode(data.token_file("train").tokens.tolist()).split("</s>")[:-1]
     assert texts == ["one, two", "three\nfour", 'say "hi"']
+    (tmp_path / "a.csv").write_text("id,body\n1," + "a" * 200_000 + "\n")
+    assert [len(text) for text in read_file(tmp_path / "a.csv", "body")] == [200_000]
 
 
 def test_files_are_found_below_the_root_too(tmp_path, monkeypatch):
@@ -134,7 +136,11 @@ def test_files_are_found_below_the_root_too(tmp_path, monkeypatch):
     monkeypatch.setenv("RECIPES_DATA", str(tmp_path / "data"))
     assert len(CorpusData("files", "set/a.txt", **settings).samples("train")) > 5
     monkeypatch.setenv("RECIPES_DATA", str(tmp_path))
+    (tmp_path / "data" / "set" / "below").mkdir()  # a folder is no file
     assert CorpusData("files", "set/*", root=str(tmp_path / "data"), **settings).samples("train")
+    written = write_tokens(["tokens"], BYTE, tmp_path / "data" / "tokens")
+    found = CorpusData("files", "tokens", root=str(tmp_path / "data"), **settings)
+    assert Path(found.token_file("train").tokens.filename).parent == written
     with pytest.raises(FileNotFoundError, match="set/a.txt or .*/set/a.txt is not there"):
         CorpusData("files", "set/a.txt", **settings).samples("train")
 
@@ -220,15 +226,20 @@ def test_a_changed_corpus_is_tokenised_again(corpus):
         ("", {}, "has no text, expected documents that are not empty"),
         ('{"text": ""}\n', {}, "has no text"),
         ('{"text": "ab"}\n', {}, "tokens to train on, expected a block of 16 or more"),
-        ('{"body": "ab"}\n', {}, "line 1: there is no 'text' in it"),
-        ('["ab"]\n', {}, "line 1: there is no 'text' in it"),
-        ('{"text": "ab"\n', {}, "line 1: there is no 'text' in it"),
+        ('{"body": "ab"}\n', {}, "line 1: there is no text 'text' in it"),
+        ('["ab"]\n', {}, "line 1: there is no text 'text' in it"),
+        ('{"text": "ab"\n', {}, "line 1: there is no text 'text' in it"),
         ('{"text": "ab"}\n', {"length": 1}, "length is 1, expected 2 tokens or more"),
         ('{"text": "ab"}\n', {"val_fraction": 0.0}, "val_fraction is 0.0"),
         ('{"text": "ab"}\n', {"vocab_size": 100}, "vocab_size is 100, expected 259"),
         ('{"text": "ab"}\n', {"train": "missing*.txt"}, "missing.* is not there"),
         ('{"text": "ab"}\n', {"source": "python"}, "source is python and train is"),
         ('{"text": "ab"}\n', {"source": "hub"}, "source is 'hub', expected python"),
+        ('{"text": 12}\n', {}, "line 1: there is no text 'text' in it .*12 is no text"),
+        ("", {"source": "python", "train": None, "val": "a.txt"}, "expected neither"),
+        ("", {"source": "datasets", "test": "a.txt"}, "expected neither"),
+        ("", {"eval_stride": 0}, "eval_stride is 0, expected 1 or more"),
+        ("", {"eval_tokens": 0}, "eval_tokens is 0, expected 1 or more"),
     ],
 )
 def test_bad_input_is_said_in_a_sentence(corpus, content, settings, said):

@@ -195,5 +195,7 @@ def test_a_share_of_the_training_part_to_choose_on():
     train, val = data.examples("train"), data.examples("val")
     assert sorted(train + val) == sorted(everything) and len(val) == len(everything) // 4
     assert data.examples("test") == official.examples("val")
+    assert len(data.manifest("val")["members"]) == len(val)  # the seed drew them
+    assert "members" not in data.manifest("test") and "members" not in official.manifest("val")
     with pytest.raises(ValueError, match="val_fraction is 1, expected a share from 0 to below 1"):
         GLUEData("RTE", val_fraction=1)

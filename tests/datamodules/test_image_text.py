@@ -78,7 +78,7 @@ def test_lists_of_every_form_say_the_same(tmp_path):
     (tmp_path / "captions.json").write_text(
         json.dumps([{"image": i, "caption": c} for i, c in rows])
     )
-    with (tmp_path / "captions.csv").open("w", newline="") as file:
+    with (tmp_path / "captions.csv").open("w", newline="", encoding="utf-8-sig") as file:
         csv.writer(file).writerows([("image", "caption"), *rows])
     lines = [f"{image}#{n}\t{caption}" for n, (image, caption) in enumerate(rows)]
     (tmp_path / "Flickr8k.token.txt").write_text("\n".join(lines) + "\n")
@@ -168,6 +168,13 @@ def test_lists_that_cannot_be_used(folder, tmp_path):
     (tmp_path / "captions.csv").write_text("caption,split\na dog,train\n")
     data = CaptionData(root=str(tmp_path))
     with pytest.raises(ValueError, match="has the columns caption, split, expected image and capt"):
+        data.entries("train")
+    (tmp_path / "captions.csv").write_text("image,caption\na.jpg,a dog, running\n")
+    with pytest.raises(ValueError, match="line 2: the row has 3 columns, expected 2"):
+        data.entries("train")
+    (tmp_path / "captions.csv").write_text("image,caption\na.jpg,a dog\n")
+    (tmp_path / "splits.csv").write_text("image,split\na.jpg,training\n")
+    with pytest.raises(ValueError, match=r"no image of captions.csv into .* 'train' .*training"):
         data.entries("train")
     (tmp_path / "captions.json").write_text('[{"caption": "a dog"}]')
     with pytest.raises(ValueError, match="entry 0 is .* expected one with an image and a caption"):
