@@ -51,8 +51,15 @@ def declare(run: Run) -> None:
     for seed in run.seeds:
         dense = run.stage("pretrain", "pretrain", seed)
         for row in rows:
-            for ratio in [None] if row in ("dense", "frozen", "lora") else grid["ratios"]:
+            for ratio in ratios_of(grid, row):
                 fine_tuned(run, grid, seed, dense, row, ratio)
+
+
+def ratios_of(grid: dict[str, Any], row: str) -> list[float | None]:
+    """The compression ratios at which a row is run; None for what is not compressed."""
+    if row in ("dense", "frozen", "lora"):
+        return [None]
+    return [float(ratio) for ratio, rows in grid["ratios"].items() if row in rows]
 
 
 def fine_tuned(
@@ -95,11 +102,11 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     grid = run.grid("compression_grid")
     titles: dict[str, str] = {}
     for row, title in TITLES.items():
-        alone = row in ("dense", "frozen", "lora")
-        for ratio in [None] if alone else grid["ratios"]:
-            titles[row if alone else f"{row}_k{ratio:g}"] = (
-                title if alone else f"{title}, κ {ratio:g}"
-            )
+        for ratio in ratios_of(grid, row):
+            if ratio is None:
+                titles[row] = title
+            else:
+                titles[f"{row}_k{ratio:g}"] = f"{title}, κ {ratio:g}"
     text = [
         f"# ALBEF compressed by PELA, preset {run.preset}",
         provenance(run.command, table),
