@@ -69,9 +69,8 @@ def test_a_flag_reaches_every_stage_or_is_refused(name, repaired):
     module = importlib.import_module(f"recipes.pela.{name}")
     planned = command_line(module.EXPERIMENT, ["--repaired", str(repaired), "--model.lr", "0.5"])
     module.EXPERIMENT.declare(planned)
-    for node in planned.nodes.values():
-        if isinstance(node, Stage):
-            assert at(node.parsed(), "model.lr") == 0.5
+    stages = [node for node in planned.nodes.values() if isinstance(node, Stage)]
+    assert [at(stage.parsed(), "model.lr") for stage in stages] == [0.5] * 3
     refused = command_line(module.EXPERIMENT, ["--model.ratio", "4"])
     module.EXPERIMENT.declare(refused)
     with pytest.raises(ValueError, match=r"varies model\.ratio"):

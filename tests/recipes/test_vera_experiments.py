@@ -162,8 +162,8 @@ def test_the_analysis_takes_the_models_of_glue(tmp_path):
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_a_learning_rate_reaches_every_stage(name):
-    for stage in declared(name, "--model.weight_decay", "0.125").values():
-        assert at(stage.parsed(), "model.weight_decay") == 0.125
+    stages = declared(name, "--model.weight_decay", "0.125").values()
+    assert {at(stage.parsed(), "model.weight_decay") for stage in stages} == {0.125}
 
 
 def test_a_flag_wins_over_the_grid_or_is_refused():
@@ -315,6 +315,7 @@ PRESETS = [
 def test_every_preset_is_declared(name, preset):
     """Some stages of each are parsed: all rows and sets in turn."""
     stages = list(declared(name, "--preset", preset).values())
+    assert stages
     for stage in stages[:: max(1, len(stages) // 8)]:
         stage.parsed()
 

@@ -6,11 +6,13 @@ import math
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertModel
 
+from callbacks.seeding import SeedEveryStep
 from lightning_modules.vera import ImageTuning, LanguageTuning, TextTuning
 from lightning_modules.vera.module import IGNORED
 from lightning_modules.vera.scores import classification_scores, loss_of
@@ -186,8 +188,11 @@ def test_only_the_method_trains():
     labels = torch.tensor([1, 0, 1])
     loss_of(*module.outputs({**batch, "labels": labels})).backward()
     with_gradient = {n for n, p in module.model.named_parameters() if p.grad is not None}
-    assert all("vera_" in name or name.startswith("classifier") for name in with_gradient)
-    assert any("vera_b" in name for name in with_gradient)
+    adapted = ("query.vera_b", "query.vera_d", "value.vera_b", "value.vera_d")
+    layers = range(BERT["num_hidden_layers"])
+    assert with_gradient == {"classifier.weight", "classifier.bias"} | {
+        f"bert.encoder.layer.{n}.attention.self.{name}" for n in layers for name in adapted
+    }
 
 
 @pytest.mark.parametrize(
@@ -272,13 +277,13 @@ class Sentences(L.LightningDataModule):
     val_dataloader = train_dataloader
 
 
-def fit(module, folder, epochs=2, **arguments):
+def fit(module, folder, epochs=2, ckpt_path=None, **arguments):
     trainer = L.Trainer(
         accelerator="cpu", max_epochs=epochs, logger=False, enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=folder, num_sanity_val_steps=0,
         **{"enable_checkpointing": False, **arguments},
     )  # fmt: skip
-    trainer.fit(module, Sentences())
+    trainer.fit(module, Sentences(), ckpt_path=ckpt_path, weights_only=True)
     return trainer
 
 
@@ -318,9 +323,15 @@ def test_a_checkpoint_of_the_adapter_alone_resumes(tmp_path):
         torch.manual_seed(1)
         return text(init_from=str(tmp_path / file), adapter_only=True, warmup=0)
 
-    once = build()
-    fit(once, tmp_path, epochs=2)
-    half = build()
+    once, rest, half = build(), build(), build()
+    saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    fit(once, tmp_path, callbacks=[saving, SeedEveryStep()], enable_checkpointing=True)
+    with torch.no_grad():
+        for parameter in rest.parameters():  # what the checkpoint, or the base, has to replace
+            parameter.add_(parameter.requires_grad)
+    fit(rest, tmp_path, ckpt_path=tmp_path / "epoch=0.ckpt", callbacks=[SeedEveryStep()])
+    for name, value in once.state_dict().items():
+        assert torch.equal(rest.state_dict()[name], value), name
     trainer = fit(half, tmp_path, epochs=1, enable_checkpointing=True)
     trainer.save_checkpoint(tmp_path / "half.ckpt")
     saved = torch.load(tmp_path / "half.ckpt", weights_only=True)
