@@ -25,7 +25,7 @@ BadImages = Literal["refuse", "skip"]
 
 @dataclass(frozen=True)
 class Captioned:
-    """An image's path as its list has it, and what is said of it."""
+    """An image's path as its list gives it, and its captions."""
 
     image: str
     captions: tuple[str, ...]

@@ -18,7 +18,7 @@ class DigitsData(ImageData):
     Args:
         image_size: 8 leaves the images as they are.
         augmentation: "light" moves a digit by up to image_size // 8 pixels.
-        hflip: 0, because a mirrored digit is another sign or none.
+        hflip: 0, because a mirrored digit is another digit, or none.
         val_fraction: 0.278 leaves 1,298 images to train on and 499 to validate on.
         **kwargs: see `ImageData`; `root` and `name` are not needed.
     """

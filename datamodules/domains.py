@@ -19,7 +19,7 @@ Source = Literal["folder", "generated"]
 
 
 class DomainData(SentenceData):
-    """One of these sets, with a tokenizer that can mask.
+    """Labelled sentences of one of the sets above, with a tokenizer that has a mask token.
 
     Classes are the labels of the training file, sorted; a label that appears elsewhere only is an
     error.

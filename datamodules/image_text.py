@@ -114,7 +114,7 @@ class ImageTextData(PartsData):
         return self._tokenizer
 
     def entries(self, part: str) -> list:
-        """What the lists of a part say, one entry a sample, in order; read once."""
+        """The entries of a part's lists whose images can be read, in order; read once."""
         part = "test" if part == "predict" else part
         if part not in self._parts:
             entries = self.read(part)
@@ -123,7 +123,7 @@ class ImageTextData(PartsData):
         return self._parts[part]
 
     def read(self, part: str) -> list:
-        """What the lists of a part say; each entry has `image`."""
+        """The entries of a part's lists, one for each sample; each has `image`."""
         raise NotImplementedError
 
     def list_files(self, part: str, default: str) -> list[Path]:

@@ -103,7 +103,7 @@ class VQAData(ImageTextData):
 
     Reads ALBEF's vqa_{train,val,test}.json (`question_id`, `question`, `image`, `answer`: a list,
     or one text as in Visual Genome's) and answer_list.json. Batches: `images`, `input_ids`,
-    `attention_mask`; to train, for all answers of the batch behind each other, `answer_ids` and
+    `attention_mask`; to train, for all S answers of the batch concatenated, `answer_ids` and
     `answer_mask` (S, A), `answer_row` (S,), the question of each, and `answer_weight` (S,), the
     share of people who gave it; to evaluate, `candidate_ids` and `candidate_mask` (C, A), `scores`
     (B, C), VQA's accuracy of each candidate, and `labels` (B,), the question's place, -100 where a

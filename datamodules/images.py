@@ -25,9 +25,9 @@ Augmentation = Literal["timm", "light", "none"]
 
 
 def posterize(image: Image.Image, bits_to_keep: int, **_: Any) -> Image.Image:
-    """timm's, and black at 0 bits, which RandAugment's highest level asks for.
+    """timm's posterize, and a black image at 0 bits, which RandAugment's highest level asks for.
 
-    Pillow refuses 0 bits since version 13, and gave black before.
+    Pillow gave black at 0 bits before version 13, and refuses it since.
     """
     if bits_to_keep < 1:
         return Image.new(image.mode, image.size)
@@ -39,7 +39,7 @@ for _name in ("Posterize", "PosterizeOriginal", "PosterizeIncreasing"):
 
 
 class Splits(NamedTuple):
-    """What a subclass of `ImageData` finds on the disk. None: the data come without this part."""
+    """What a subclass of `ImageData` finds on disk. None: the data have no such part."""
 
     class_names: list[str]
     train: list[Item]

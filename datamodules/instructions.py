@@ -89,12 +89,12 @@ class InstructionData(PromptedData):
     def load(self, part: str) -> list[Instruction]:
         if self.source == "generated":
             with tempfile.TemporaryDirectory() as scratch:
-                found = read_instructions(write_instructions(scratch, seed=self.seed))
+                examples = read_instructions(write_instructions(scratch, seed=self.seed))
         else:
-            found = read_instructions(data_folder(self.root, "alpaca_2k") / self.file)
+            examples = read_instructions(data_folder(self.root, "alpaca_2k") / self.file)
         if self.val_fraction == 0:
-            return found if part == "train" else []
-        train, val = hold_out(found, self.val_fraction, self.seed)
+            return examples if part == "train" else []
+        train, val = hold_out(examples, self.val_fraction, self.seed)
         return train if part == "train" else val
 
     def drawn(self, part: str) -> bool:

@@ -268,19 +268,21 @@ class PartsData(LightningDataModule):
     def members(self, part: str) -> tuple[list[str], bool]:
         """A line for each sample of a part, in order, and whether the seed drew the part.
 
-        The line says which sample it is, wherever the data lie: a path below the root, or a text.
+        A line identifies its sample independently of where the data are: a path below the root, or
+        a text.
         """
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
-        """What the use of a trained model needs to know of its data, in plain types.
+        """What a trained model needs to know of its data to predict, in plain types.
 
-        Its `kind` is "images", "sentences" or "prompts"; {} if there is nothing to say.
+        `kind` is "images", "sentences", "prompts" or "pictures and texts"; {} where prediction is
+        not supported.
         """
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The description, and the class of the module: every checkpoint has it in itself."""
+        """The description, and the class of the module; Lightning writes it into checkpoints."""
         description = self.describe()
         if not description or self.trainer is None:
             return {}
@@ -296,8 +298,8 @@ class PartsData(LightningDataModule):
         """
         lines, drawn = self.members(part)
         digest = hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
-        found = {"examples": len(lines), "sha256": digest}
-        return {**found, "members": lines} if drawn else found
+        manifest = {"examples": len(lines), "sha256": digest}
+        return {**manifest, "members": lines} if drawn else manifest
 
     def train_dataloader(self) -> DataLoader:
         return self.loader(self.samples("train"), training=True)
@@ -334,7 +336,13 @@ def draw(items: list, count: int | None, seed: int) -> list:
 
 
 def hold_out(items: list, fraction: float, seed: int) -> tuple[list, list]:
-    """The items without a share that `seed` draws, and the share, one item or more of it."""
+    """Splits items in two, both in their order: those that stay, and those held out.
+
+    Args:
+        items: what is split.
+        fraction: share to hold out, between 0 and 1; at least one item is.
+        seed: draws which.
+    """
     count = max(1, round(len(items) * fraction))
     chosen = set(np.random.default_rng(seed).permutation(len(items))[:count].tolist())
     return (

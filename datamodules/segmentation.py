@@ -75,7 +75,7 @@ class SegmentationSet(Dataset):
 
 
 class WholeImages(SegmentationSet):
-    """Likewise to evaluate on: the labels stay as they are on the disk, the image is resized."""
+    """The set to evaluate on: the image is resized, the labels stay as they are on disk."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         image, labels = self.read(index)
@@ -92,7 +92,7 @@ class SegmentationData(SceneData):
     """Squares to train on, `(images (B, 3, S, S), labels (B, S, S))`, and whole images to score.
 
     A label is a class or -100. Training: the shorter side is resized to between half and twice S,
-    then a square is cropped (and filled up if it is too large), flipped with probability ½ and
+    then a square is cropped (padded where the image is smaller), flipped with probability ½ and
     distorted in brightness, contrast, saturation and hue, as in mmsegmentation's ADE20K recipes
     but for their limit on one class's share of a crop. Evaluation, as theirs: the shorter side is
     resized to S, whatever the longer one then is (theirs is at most 4 S), and the labels stay at

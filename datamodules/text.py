@@ -132,7 +132,7 @@ class TokenizedData(PartsData):
         return False
 
     def select(self, part: str, examples: list) -> list:
-        """Not more of the examples than `limit` or `eval_limit`."""
+        """The examples of a part, at most `limit` or `eval_limit` of them, drawn by `seed`."""
         limits = {"train": self.limit, "val": self.eval_limit, "test": self.eval_limit}
         return draw(examples, limits.get(part), self.seed)
 
@@ -145,10 +145,10 @@ class TokenizedData(PartsData):
             ValueError: there is none.
         """
         if part not in self._parts:
-            found = self.select(part, self.load(part))
-            if not found:
+            examples = self.select(part, self.load(part))
+            if not examples:
                 raise ValueError(f"The {part} part has 0 examples, expected 1 or more: add some.")
-            self._parts[part] = found
+            self._parts[part] = examples
         return self._parts[part]
 
     def members(self, part: str) -> tuple[list[str], bool]:

@@ -45,7 +45,7 @@ class TextToTextData(PromptedData):
     encoder–decoder the input (B, L) and, as labels, the target (B, M). Test: see `PromptedData`;
     an input with several answers stands once, with all of them as references.
 
-    An input that is too long loses its end, not the words `Output:` behind it.
+    An input that is too long is cut at its end; the word `Output:` after it stays.
 
     Args:
         form: of the files, see the module's description.

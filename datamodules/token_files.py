@@ -41,9 +41,9 @@ def fingerprint(tokenizer: Any) -> str:
 
 @contextmanager
 def appearing(folder: Path) -> Iterator[Path]:
-    """A scratch folder, to be filled, that takes its name when all is in it.
+    """A scratch folder to fill, which is renamed to `folder` when the block ends without an error.
 
-    Of several processes that write the same at the same time, the first one's stays.
+    If several processes write the same folder at once, the first to finish wins.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
@@ -195,7 +195,7 @@ class TokenStream:
 
 
 class Blocks(Dataset):
-    """A stream cut into blocks of `length` tokens to train on; a rest shorter than one is left out.
+    """A stream cut into blocks of `length` tokens to train on; a shorter rest is left out.
 
     A sample has `input_ids` and `labels` (L,), which are the same: transformers' models predict
     labels[1:] from input_ids[:-1].

@@ -128,7 +128,7 @@ def framed(
     """The tokens of `Input: {text} Output:`, in which APET (arXiv 2306.02320) writes every task.
 
     Args:
-        texts: inputs; what is too long of one is cut off at its end, not behind it.
+        texts: inputs; one that is too long is cut at its end, ` Output:` after it stays.
         tokenizer: makes the tokens.
         length: tokens at most.
         begin: special tokens before.
