@@ -63,9 +63,16 @@ class GroundingData(CaptionData):
                     "give files of one version of RefCOCO+."
                 )
             ref = refs[row["ref_id"]]
-            image = images[ref["image_id"]]
-            candidates = tuple(tuple(box[:4]) for box in boxes[str(ref["image_id"])])
-            box = tuple(annotations[ref["ann_id"]]["bbox"])
+            try:
+                image = images[ref["image_id"]]
+                candidates = tuple(tuple(box[:4]) for box in boxes[str(ref["image_id"])])
+                box = tuple(annotations[ref["ann_id"]]["bbox"])
+            except KeyError as error:
+                raise ValueError(
+                    f"ref_id {row['ref_id']} is of image {ref['image_id']} and annotation "
+                    f"{ref['ann_id']}, but {error} is not in instances.json or dets.json of "
+                    f"{folder}: give files of one version of RefCOCO+."
+                ) from error
             size = (image["height"], image["width"])
             entries.append(Referred(row["image"], row["text"], box, candidates, size))
         return entries

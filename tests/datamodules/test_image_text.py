@@ -3,6 +3,7 @@
 import csv
 import json
 import pickle
+import shutil
 
 import pytest
 import torch
@@ -199,6 +200,13 @@ def test_answer_lists_without_the_answers(folder, tmp_path):
     data = VQAData(root=str(folder), files={"train": [str(tmp_path / "vqa.json")]})
     with pytest.raises(ValueError, match="entry 0, has no answer"):
         data.entries("train")
+
+
+def test_boxes_of_another_version_are_said(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "copy")
+    (tmp_path / "copy" / "refcoco+" / "dets.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not in instances.json or dets.json .* one version"):
+        GroundingData(root=str(tmp_path / "copy")).entries("val")
 
 
 def test_a_pickle_that_is_more_than_data_is_refused(tmp_path):
