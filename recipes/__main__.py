@@ -1,4 +1,4 @@
-"""`python -m recipes VERB`: a stage (recipes/cli.py), or one of the verbs below."""
+"""`python -m recipes VERB`: Lightning's verbs for one stage (recipes/cli.py), or one of VERBS."""
 
 import importlib
 import sys
@@ -7,7 +7,7 @@ from recipes.cli import main
 from recipes.ending import ending
 from recipes.messages import console
 
-# verb → the module whose main has the arguments behind it; with -c, predict is Lightning's
+# verb → the module whose main parses the other arguments; `predict -c FILE` is Lightning's own
 VERBS = {
     "claims": "recipes.ledger",
     "evaluate": "recipes.evaluate",
@@ -20,7 +20,7 @@ VERBS = {
 
 
 def dispatch() -> None:
-    """Run a verb of VERBS, or a stage; after training, say where it is and what to do with it."""
+    """Run a verb of VERBS or a stage; after `fit`, print its checkpoints and what to do next."""
     verb, arguments = " ".join(sys.argv[1:2]), sys.argv[2:]
     names_a_stage = any(one.partition("=")[0] in ("-c", "--config") for one in arguments)
     if verb in VERBS and not (verb == "predict" and names_a_stage):

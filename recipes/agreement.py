@@ -1,4 +1,4 @@
-"""What a stage's model and data have to agree on."""
+"""Settings on which a stage's model and data have to agree: tokenizer, normalisation, weights."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from lightning_modules.weights import read_checkpoint
 
 Statistics = dict[str, tuple[float, ...]]
 HALF: Statistics = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
-DATA = "description"  # of a DataModule's state in a checkpoint
+DATA = "description"  # key of a DataModule's state in a checkpoint
 RANDOM = "weights: random"
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json")
 
@@ -41,7 +41,9 @@ def imply_tokenizer(settings: Namespace) -> None:
 
 
 def imply_normalisation(settings: Namespace) -> None:
-    """Normalise images as a pre-trained model's were, where the data do not say how; else to ±1.
+    """Fill in the data's mean and std where they are null.
+
+    A pre-trained model's own are taken, else 0.5 each (pixels in −1 … 1).
 
     Args:
         settings: of a stage, parsed; changed in place.
@@ -57,7 +59,7 @@ def imply_normalisation(settings: Namespace) -> None:
 
 
 def other_normalisation(settings: Namespace) -> str | None:
-    """A sentence if images are normalised otherwise than those that the weights were trained on.
+    """A warning if the data's mean and std are not those that the weights were trained with.
 
     Args:
         settings: of a stage, parsed.
@@ -77,12 +79,12 @@ def other_normalisation(settings: Namespace) -> str | None:
     flags = " ".join(f"--data.{key} {list(value)}" for key, value in trained.items())
     return (
         f"{source} was trained on images with mean {trained['mean']} and standard deviation "
-        f"{trained['std']}, but the data have {given['mean']} and {given['std']}: {flags}"
+        f"{trained['std']}, but the data have {given['mean']} and {given['std']}: set {flags}"
     )
 
 
 def weights_of(settings: Namespace) -> str | None:
-    """A sentence on where a model's weights come from; None if it has no setting for that.
+    """A sentence on where a model's weights come from; None if the model has no such setting.
 
     Args:
         settings: of a stage, parsed.
@@ -100,7 +102,7 @@ def weights_of(settings: Namespace) -> str | None:
 
 
 def _statistics(architecture: str) -> Statistics | None:
-    """Of the images that a pre-trained model of timm has seen; None if it is not known."""
+    """Mean and std that a pre-trained timm model expects; None if they are not known."""
     folder = architecture.removeprefix("local-dir:")
     if folder != architecture:
         return _of_folder(Path(folder))
@@ -109,14 +111,14 @@ def _statistics(architecture: str) -> Statistics | None:
 
 
 def _statistics_of_file(source: Path) -> Statistics | None:
-    """Of the images that a checkpoint, or a folder that timm reads, was trained on."""
+    """Mean and std that a checkpoint, or a timm folder, was trained with; None if unknown."""
     if source.is_dir():
         return _of_folder(source)
     if source.suffix != ".ckpt" or not source.is_file():
         return None
     try:
         content = read_checkpoint(source)
-    except ValueError:  # which loading the weights will say
+    except ValueError:  # loading the weights reports it
         return None
     states = content.values() if isinstance(content, dict) else ()
     described = [one[DATA] for one in states if isinstance(one, dict) and DATA in one]

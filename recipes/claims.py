@@ -18,9 +18,11 @@ recipes/ledger.py judges all of them, on the seeds' paired difference and its 95
 
     supported     the interval lies above the threshold
     refuted       it lies below
-    undecided     it holds the threshold: so many seeds would decide, if mean and spread stay
-    not judged    the gate is shut (what must hold for this size to have anything to say is not
-                  supported), nothing was measured, or only by the smoke test
+    undecided     it contains the threshold; the reason says how many seeds would decide, if mean
+                  and spread stay as they are
+    not judged    the gate is shut (the gate is a comparison that must itself be supported before
+                  models of this size can say anything), or nothing was measured, or only by the
+                  smoke test
 """
 
 import math
@@ -44,14 +46,14 @@ class Comparison:
     Attributes:
         metric: compared.
         a: a row, or conditions on columns, such as {"row": "vera", "stage": "best"}.
-        b: likewise; None compares with the threshold alone.
+        b: likewise; with None, a itself has to exceed the threshold.
         threshold: in the metric's own unit: −0.01 for "loses at most one point".
-        where: conditions on both.
-        mean_over: see `results.by_seed`; with "set", a gate judges each set for itself, and the
-            mean is over those that it lets through.
-        exact: no seed changes the values (counts): they need no interval.
+        where: conditions on both sides.
+        mean_over: see `results.by_seed`. If a test has "set", a gate without a set of its own is
+            judged set by set, and the test's mean is over the sets whose gate is open.
+        exact: the values are the same for every seed (counts), so they need no interval.
         scale: what differences are multiplied by when written: 100 for points.
-        digits: of them.
+        digits: of differences when written.
     """
 
     metric: str
@@ -84,7 +86,7 @@ class Comparison:
             low = high = compared.mean
         if low > self.threshold:
             return SUPPORTED
-        # of exact values, one that only reaches the threshold does not exceed it
+        # an exact value that equals the threshold does not exceed it
         if high < self.threshold or (self.exact and high == self.threshold):
             return REFUTED
         return UNDECIDED
@@ -108,10 +110,10 @@ class Claim:
         paper: such as "VeRA".
         sentence: what it says.
         where: the table, figure or section.
-        number: the paper's own.
-        test: a comparison, or several, of which all have to hold; None if there is none that this
-            repository can carry.
-        gate: what must be supported before the test means anything; several likewise.
+        number: the paper's own figure.
+        test: a comparison, or several that all have to hold; None if this repository cannot test
+            the claim.
+        gate: a comparison that must be supported before the test means anything, or several.
         reason: why there is no test.
     """
 
@@ -126,7 +128,7 @@ class Claim:
 
 
 def judge(claim: Claim, table: pd.DataFrame) -> tuple[str, str, str]:
-    """The verdict on a claim: word, what was measured, and the reason.
+    """The verdict on a claim: its word, the measured differences, and the reason.
 
     Args:
         claim: to judge.
@@ -194,10 +196,10 @@ def _named(side: str | Where) -> str:
 
 
 def seeds_needed(compared: Difference, threshold: float = 0.0, power: float = 0.8) -> int:
-    """The least n at which the interval would exclude the threshold, if mean and spread stay.
+    """The least n at which the interval would exclude the threshold with probability `power`.
 
-    With probability `power`: √n · |mean − threshold| / sd ≥ t(0.975) + t(power), each of n − 1
-    degrees of freedom; MOST_SEEDS + 1 if that is not reached.
+    Mean and sd are taken to stay as they are: √n · |mean − threshold| / sd ≥ t(0.975) + t(power),
+    both quantiles with n − 1 degrees of freedom; MOST_SEEDS + 1 if no n up to MOST_SEEDS suffices.
     """
     distance = abs(compared.mean - threshold)
     if compared.n < 2 or not distance:

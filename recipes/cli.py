@@ -5,9 +5,9 @@ python -m recipes fit -c recipes/matformer/matvit.yaml --preset tiny
 python -m recipes fit -c recipes/matformer/matvit.yaml --ckpt_path runs/…/last.ckpt   (continue)
 python -m recipes fit -c recipes/matformer/matvit.yaml --trainer.devices 8 --trainer.strategy ddp
 
-A stage's file has the paper's settings on top. Below them, under `presets:`, stands for each preset
-what it changes, which is laid over the top as a second -c would be. A preset with `extends: NAME`
-is laid over that preset.
+A stage's file has the paper's settings at the top. Below them, `presets:` lists the settings that
+each preset changes; they override the top as a second -c would. A preset with `extends: NAME`
+overrides the preset of that name.
 """
 
 import logging
@@ -38,7 +38,7 @@ from lightning_modules.weights import read_checkpoint
 from recipes.agreement import RANDOM, agree, other_normalisation, weights_of
 from recipes.messages import shortened
 
-PAPER = "paper"  # the name of a file without any of its presets
+PAPER = "paper"  # the preset that is the file's top alone
 SUMMARY = "One training stage from one YAML file, such as recipes/matformer/matvit.yaml."
 USAGE = (
     "-c FILE names the stage's YAML, --preset NAME one of the presets in it, and any setting of it "
@@ -54,7 +54,7 @@ warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` i
 
 
 class Parser(LightningArgumentParser):
-    """Raises what is wrong instead of printing the usage."""
+    """Raises an error instead of printing the usage and ending the process."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise WrongSetting."""
@@ -62,17 +62,17 @@ class Parser(LightningArgumentParser):
 
 
 class WrongSetting(ValueError):
-    """jsonargparse's message, in which those of the parsers of classes are nested."""
+    """Carries jsonargparse's message, which nests the messages of each class's own parser."""
 
 
 class SaveConfig(SaveConfigCallback):
     """Writes config.yaml beside the curves; where no logger has a folder, beside the checkpoints.
 
-    Lightning's own writes it into the current folder then.
+    Without such a logger Lightning's own callback would write into the current folder.
     """
 
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Write it, on the first rank."""
+        """Write config.yaml, on the first rank."""
         logs = [one for one in trainer.loggers if isinstance(one, CSVLogger | TensorBoardLogger)]
         named = getattr(trainer.checkpoint_callback, "dirpath", None)
         folder = Path(named or Path(trainer.default_root_dir, "checkpoints"))
@@ -83,7 +83,7 @@ class SaveConfig(SaveConfigCallback):
 
 
 class RecipeCLI(LightningCLI):
-    """Lightning's command line, with what every recipe has in common.
+    """Lightning's command line, with what every recipe shares.
 
     Added keys: `checkpoint` (Lightning's ModelCheckpoint; last.ckpt is always written, with
     `monitor` the best one beside it) and `seeding` (reproducible noise, see SeedEveryStep).
@@ -92,7 +92,7 @@ class RecipeCLI(LightningCLI):
 
     Args:
         args: the command line.
-        callbacks: further callbacks of this run, which no file names.
+        callbacks: further callbacks, beside those of the file.
     """
 
     def __init__(self, args: ArgsType = None, callbacks: Sequence[L.Callback] = ()):
@@ -104,7 +104,7 @@ class RecipeCLI(LightningCLI):
             subclass_mode_data=True,
             seed_everything_default=0,
             auto_configure_optimizers=False,
-            # it would put every argument, init_from too, into the checkpoint's hyperparameters
+            # True would put every argument, init_from too, into the checkpoint's hyperparameters
             load_from_checkpoint_support=False,
             save_config_callback=SaveConfig,
             save_config_kwargs={"save_to_log_dir": False},
@@ -125,28 +125,28 @@ class RecipeCLI(LightningCLI):
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Say what is wrong in one sentence."""
+        """Parse, and turn jsonargparse's error into one sentence."""
         try:
             super().parse_arguments(parser, args)
         except WrongSetting as error:
             raise ValueError(shortened(str(error))) from error
 
     def before_instantiate_classes(self) -> None:
-        """Let model and data agree, or say where they do not."""
+        """Fill in what the data take over from the model; warn where the two disagree."""
         settings = self.config.get(self.subcommand, self.config)
         agree(settings)
         if said := other_normalisation(settings):
             rank_zero_warn(said)
         if settings.get("ckpt_path") and Path(settings.ckpt_path).is_file():
-            read_checkpoint(settings.ckpt_path)  # Lightning says less of one that is broken
+            read_checkpoint(settings.ckpt_path)  # a clearer error than Lightning's if it is broken
         start = weights_of(settings) or ""
         if self.subcommand == "fit" and not settings.ckpt_path and start.startswith(RANDOM):
             rank_zero_info(start)
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        """Let last.ckpt be the last checkpoint with `monitor` too.
+        """Make last.ckpt the newest checkpoint also where `monitor` is set.
 
-        Lightning then writes it only when the monitored value has become better.
+        With `monitor`, Lightning writes last.ckpt only when the monitored value has improved.
         """
         if self._get(self.config_init, "trainer.logger") in (None, True):
             kwargs["logger"] = loggers(self._get(self.config_init, "trainer.default_root_dir"))
@@ -162,18 +162,18 @@ class RecipeCLI(LightningCLI):
         return trainer
 
     def _parse_ckpt_path(self) -> None:
-        """Keep the YAML's word on resume.
+        """Keep the YAML's settings on resume.
 
-        Lightning would let the checkpoint's hyperparameters win over the file silently; the
-        modules compare the two instead and refuse another model's checkpoint.
+        Lightning would silently replace them with the checkpoint's hyperparameters; the modules
+        compare the two instead and refuse another model's checkpoint.
         """
 
 
 def loggers(folder: str | None) -> list[Logger]:
-    """Those of a run that names none: CSV always, TensorBoard where it is installed.
+    """The loggers of a run that names none: CSV, and TensorBoard where it is installed.
 
     Args:
-        folder: the curves lie below it in lightning_logs/version_0, …; here when None.
+        folder: holds lightning_logs/version_0, …; the current folder when None.
     """
     table = CSVLogger(folder or ".")
     if find_spec("tensorboard") is None:
@@ -196,7 +196,7 @@ class _ParseOnly(RecipeCLI):
 
 
 def parse(path: str | Path, preset: str = PAPER, overrides: Sequence[str] = ()) -> Namespace:
-    """What a stage's file says at a preset, with defaults filled in; nothing is built or run.
+    """The settings of a stage's file at a preset, defaults filled in; nothing is built or run.
 
     Args:
         path: of the stage, such as recipes/matformer/matvit.yaml.
@@ -218,7 +218,7 @@ def _parse(texts: tuple[str, ...], overrides: tuple[str, ...]) -> Namespace:
 
 
 def layers(path: str | Path, preset: str = PAPER) -> list[str]:
-    """The texts that are laid over each other: the top of a file, then the preset's part.
+    """YAML texts, each of which overrides those before: a file's top, then the preset's parts.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -245,9 +245,9 @@ def presets(path: str | Path) -> list[str]:
 def grid(
     path: str | Path, preset: str = PAPER, under: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What an experiment varies: a file of presets that is no stage.
+    """What an experiment varies: a file with presets whose top is no stage.
 
-    A preset's key replaces the top's; `rows+:` lays its entries over those of `rows`, by name.
+    A preset's key replaces the top's; `rows+:` adds its entries to those of `rows`, by name.
 
     Args:
         path: of the file, such as recipes/vera/glue_grid.yaml.
@@ -272,9 +272,9 @@ def lay(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def _divided(path: str | Path) -> tuple[yaml.MappingNode, dict[str, yaml.MappingNode]]:
-    """A file's top and the parts of its presets.
+    """A file's top, and its presets by name, as YAML nodes.
 
-    As YAML's nodes: scalars stay as they are written, for jsonargparse to read.
+    A node keeps each scalar as it is written (1e-3), for jsonargparse to interpret.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path} is not there: expected the YAML file of a stage")
@@ -288,7 +288,7 @@ def _divided(path: str | Path) -> tuple[yaml.MappingNode, dict[str, yaml.Mapping
 
 
 def _taken(node: yaml.MappingNode, key: str) -> Any:
-    """The value of a key, which is removed; None if it is not there."""
+    """Remove a key and return its value; None if it is not there."""
     for place, (name, value) in enumerate(node.value):
         if name.value == key:
             del node.value[place]
@@ -297,7 +297,7 @@ def _taken(node: yaml.MappingNode, key: str) -> Any:
 
 
 def expanded(args: Sequence[str]) -> list[str]:
-    """A command line with `-c FILE --preset NAME` as the texts that they stand for.
+    """A command line in which `-c FILE --preset NAME` is replaced by the YAML texts it names.
 
     Raises:
         ValueError: if the preset is named without a file that has any.
@@ -332,7 +332,7 @@ def _split(argument: str) -> list[str]:
 
 
 def with_classes(args: Sequence[str]) -> list[str]:
-    """A command line on which a bare --model.help asks about the class that the YAML names."""
+    """A command line in which a bare --model.help is given the class that the YAML names."""
     bare = [
         (place, argument)
         for place, argument in enumerate(args)
@@ -363,6 +363,6 @@ def main(args: Sequence[str] | None = None, callbacks: Sequence[L.Callback] = ()
     try:
         return RecipeCLI(args, callbacks)
     except SystemExit as stop:
-        if isinstance(stop.__context__, KeyboardInterrupt):  # what Lightning makes of it
+        if isinstance(stop.__context__, KeyboardInterrupt):  # Lightning turns Ctrl-C into an exit
             raise KeyboardInterrupt from None
         raise

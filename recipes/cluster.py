@@ -4,9 +4,9 @@ Ray places a task where a CPU is free and, on a cluster with GPUs, a GPU. Every 
 cluster needs this repository and the folder of the runs at the same path (a shared file system),
 and Python with the same packages. Ray is not among them by default: `pip install ray`.
 
-What the runner promises holds: it starts a node once and skips finished ones. Ray ends the tasks
-of a command that was killed, within seconds; until then a lock in the node's folder lets the next
-command's task wait, so that no stage is ever trained twice at once.
+As without a cluster, a node is started once and a finished one is skipped. Ray ends the tasks of a
+killed command within seconds; until then a lock in the node's folder makes the next command's task
+wait, so that no stage is ever trained twice at once.
 """
 
 import fcntl
@@ -18,16 +18,16 @@ from typing import Any
 from recipes.executors import Say, Task, TaskFailed, attempt
 
 LOCK = ".lock"
-PASSED = ("RECIPES_", "HF_")  # beginnings of variables that tasks see as this process does
+PASSED = ("RECIPES_", "HF_")  # environment variables that begin so are passed on to tasks
 
 
 class RayCluster:
-    """Tasks side by side on a Ray cluster; what they print is in their logs.
+    """Tasks side by side on a Ray cluster; what they print goes to their logs.
 
     Args:
         address: of a running cluster, "auto" for the one of this machine; or "local", which starts
             Ray here and ends it with this process.
-        jobs: tasks at most at once.
+        jobs: at most so many tasks at once.
 
     Raises:
         ValueError: if Ray is not installed.
@@ -57,13 +57,13 @@ class RayCluster:
         )
         self.ray, self.jobs = ray, jobs
         gpus = 1 if ray.cluster_resources().get("GPU") else 0
-        # Ray would start a task again whose process has ended; here the next command does
+        # no retries: the next command continues a task whose process has ended
         self.remote = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0)(execute)
-        self.waiting = ThreadPoolExecutor(jobs)  # a thread for each task: it waits
+        self.waiting = ThreadPoolExecutor(jobs)  # one thread for each task waits for its result
         self.started: set[Any] = set()
 
     def submit(self, task: Task, say: Say) -> "Future[Any]":
-        """Hand the task to Ray; how far it is, is not said."""
+        """Hand the task to Ray; its progress is not reported."""
         return self.waiting.submit(self._execute, task)
 
     def _execute(self, task: Task) -> Any:

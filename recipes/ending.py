@@ -1,4 +1,4 @@
-"""What a finished training leaves, and the commands that go on from there."""
+"""The lines printed after a training: its checkpoints, and the commands that use them."""
 
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,11 @@ from callbacks.adapter import SaveAdapter, best_checkpoint
 
 
 def ending(trainer: L.Trainer, module: L.LightningModule) -> str:
-    """Where the last and the best checkpoint are, the best score, and what to do with them.
+    """The last and the best checkpoint, the best score, and the commands that use them.
 
     Args:
         trainer: after `fit`.
-        module: that was trained.
+        module: the trained module.
     """
     folders = [Path(one.dirpath) for one in trainer.checkpoint_callbacks if one.dirpath]  # type: ignore[attr-defined]
     last = next((f / "last.ckpt" for f in folders if (f / "last.ckpt").is_file()), None)

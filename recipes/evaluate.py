@@ -1,10 +1,10 @@
-"""Downstream tasks of lm-evaluation-harness, at any sizes of a trained language model.
+"""Scores on tasks of lm-evaluation-harness, at any sizes of a trained language model.
 
 python -m recipes evaluate runs/…/last.ckpt --granularity S M L XL --tasks lambada_openai piqa
 python -m recipes evaluate FOLDER --tasks my_task --task-folder my_tasks --shots 0
 
-The paper's 25 tasks are 1-shot, which is the default here. Each size is extracted, so that it costs
-what it would cost by itself. Needs `pip install -e '.[harness]'`.
+MatFormer's 25 tasks are 1-shot, which is the default here. Each size is extracted first, so that it
+runs at its own cost. Needs `pip install -e '.[harness]'`.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def command_line() -> argparse.ArgumentParser:
     """The verb's arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m recipes evaluate",
-        description="Downstream tasks of lm-evaluation-harness, at any sizes of a language model.",
+        description="Scores on tasks of lm-evaluation-harness, at any sizes of a language model.",
     )
     add = parser.add_argument
     add("model", metavar="CKPT", help="a checkpoint of MatLM, or a folder of transformers")
@@ -71,8 +71,8 @@ def command_line() -> argparse.ArgumentParser:
         help="sizes of a nested model: S, M, … or 0,0,1,1 by layer; without it the largest",
     )
     add("--shots", type=int, default=1, metavar="N", help="solved examples before each; default 1")
-    add("--limit", type=int, metavar="N", help="only the first so many examples of a task")
-    add("--bos", action="store_true", help="begin tokens first, as Llama and Gemma were trained")
+    add("--limit", type=int, metavar="N", help="only the first N examples of a task")
+    add("--bos", action="store_true", help="put a begin token first, as for Llama and Gemma")
     add("--batch-size", type=int, default=8, metavar="N", help="default 8")
     add("--out", type=Path, metavar="CSV", help="a file for the table, one number a line")
     return parser
@@ -97,7 +97,7 @@ class Harness:
             raise ValueError(
                 f"lm-evaluation-harness cannot be imported ({error}): pip install -e '.[harness]'"
             ) from error
-        logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what is meant
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of settings made on purpose
         self.evaluate, self.adapter = simple_evaluate, HFLM
         self.known = TaskManager(include_path=folder)
 

@@ -1,7 +1,7 @@
 """Where the nodes of an experiment are executed: in this process, or in several beside it.
 
-An executor takes a task, a call of a top-level function, and gives a future of its result. Another
-backend is another class with `jobs`, `submit` and `stop`, such as cluster.py's.
+An executor takes a task, which is a call of a top-level function, and returns a future of its
+result. Another backend is a class with `jobs`, `submit` and `stop`, such as cluster.py's.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 from recipes.messages import sentence
 
-Say = Callable[[str], None]  # takes a few words on how far a task is
-STARTING = threading.Lock()  # processes start one after the other: the environment is shared
+Say = Callable[[str], None]  # is given a few words on a task's progress
+STARTING = threading.Lock()  # one process starts at a time, since each start changes os.environ
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Task:
 
     Attributes:
         title: for messages.
-        log: receives what the task prints, where it does not run in this process.
+        log: receives what the task prints if it runs in another process.
     """
 
     title: str
@@ -79,8 +79,8 @@ class InProcess:
 class LocalPool:
     """Tasks side by side in processes of this machine, each with its share of the threads.
 
-    A process is started when it is first needed and used again, so that the libraries are imported
-    once for each. It ends with this process, whatever ends that.
+    A process is started when it is first needed and then reused, so that it imports the libraries
+    once. It ends with this process, even if this process is killed.
 
     Args:
         jobs: number of processes.
@@ -89,7 +89,7 @@ class LocalPool:
 
     def __init__(self, jobs: int, threads: int | None = None):
         self.jobs, self.count = jobs, threads or threads_of(jobs)
-        self.waiting = ThreadPoolExecutor(jobs)  # a thread for each process: it waits
+        self.waiting = ThreadPoolExecutor(jobs)  # one thread for each process waits for its results
         self.idle: SimpleQueue[_Worker | None] = SimpleQueue()
         self.workers: list[_Worker] = []
         for _ in range(jobs):
@@ -213,7 +213,7 @@ def _output_to(log: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """Set variables of the environment for a while."""
+    """Set environment variables within a `with` block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -1,7 +1,7 @@
 """What an experiment declares: stages, measurements, and what each of them waits for.
 
-A stage is one call of `python -m recipes fit`; a measurement is a function that looks at finished
-stages and yields rows of the experiment's table. recipes/runner.py executes them.
+A stage is one call of `python -m recipes fit`; a measurement is a function of finished stages that
+yields rows of the experiment's table. Both are nodes, which recipes/runner.py executes.
 
     def declare(run):
         for seed in run.seeds:
@@ -9,8 +9,8 @@ stages and yields rows of the experiment's table. recipes/runner.py executes the
             low = run.stage("low", "repair", seed, varied={"model.init_from": dense})
             run.measure("sizes", seed, measure_sizes, {"dense": dense, "low": low})
 
-A stage's settings are laid over each other in this order: the paper's, the preset's, `settings`,
-the user's flags, `varied`, `derived`. A flag that names what is varied is refused.
+A stage's settings come from, each overriding those before: the paper, the preset, `settings`, the
+user's flags, `varied`, `derived`. A flag that names a setting in `varied` is refused.
 """
 
 import fnmatch
@@ -42,8 +42,10 @@ class Run:
         seeds: 0, 1, …
         out: runs/<experiment>/<preset>.
         flags: settings that the user typed.
-        options: the experiment's own, and --rows.
+        options: the parsed arguments that are no settings, such as --rows and --only.
+        command: the command line, for the report.
         nodes: by folder, in the order of their declaration.
+        has_rows: whether the experiment has rows that --rows can choose.
     """
 
     name: str
@@ -84,7 +86,8 @@ class Run:
     ) -> Measurement:
         """Declare a measurement; see Measurement.
 
-        A measurement may also make files for others, in `Measuring.folder`, and yield nothing.
+        A measurement may also write files for other nodes into `Measuring.folder` and yield
+        nothing.
         """
         return self._add(
             Measurement(self, name, seed, function, dict(stages or {}), dict(settings or {}))
@@ -99,10 +102,10 @@ class Run:
     def best(
         self, stages: Sequence[Stage], metric: str, keys: Sequence[str], mode: str = "max"
     ) -> dict[str, Later]:
-        """Settings of the stage with the best value of a metric that it logged, at any time.
+        """Settings of the best of several trials, by the best value of a metric in each one's log.
 
         Args:
-            stages: trials, which differ in the settings.
+            stages: the trials, which differ in these settings.
             metric: such as "val/accuracy".
             keys: of the settings, such as "model.lr".
             mode: "max" or "min".
@@ -134,9 +137,9 @@ class Run:
 
         Args:
             node: stage or measurement.
-            read: gives the value, from `Finished.history` or `Finished.rows`.
-            what: says what is read; part of the fingerprint.
-            like: a value of the same type.
+            read: returns the value, from `Finished.history` or `Finished.rows`.
+            what: describes the value; part of the fingerprint.
+            like: a value of the same type, used until the node is finished.
         """
         return Later((node,), lambda nodes: read(nodes[0]), what, like)
 
@@ -146,7 +149,7 @@ class Run:
         settings: Mapping[str, Any] | None = None,
         varied: Mapping[str, Any] | None = None,
     ) -> jsonargparse.Namespace:
-        """The settings of a stage that would be declared so, the user's flags among them."""
+        """The settings that a stage declared with these arguments has, user's flags included."""
         given = (dict(part or {}) for part in (varied, settings, None))
         return Stage(self, "", config, 0, *given).parsed()
 
@@ -156,7 +159,7 @@ class Run:
         return type_of(data)(**{**data.init_args.as_dict(), "seed": seed})
 
     def grid(self, *configs: str) -> dict[str, Any]:
-        """What the experiment varies at this preset; each file is laid over those before it."""
+        """What the experiment varies at this preset; each file overrides those before it."""
         merged: dict[str, Any] = {}
         for config in configs:
             file = self.folder / f"{config}.yaml"
@@ -165,7 +168,7 @@ class Run:
         return merged
 
     def rows(self, known: Iterable[str], default: Sequence[str] | None = None) -> list[str]:
-        """Those of the known rows that --rows names; without it the default ones, or all.
+        """The known rows that --rows names; without --rows the default ones, or all.
 
         Raises:
             ValueError: if --rows names another.
@@ -177,15 +180,15 @@ class Run:
         return chosen
 
     def sibling(self, name: str) -> "Run":
-        """Another experiment of the same command line: its finished nodes are used again."""
+        """The same command line for another experiment, whose finished nodes are reused."""
         out = self.out.parents[1] / folder_name(name) / self.preset
         return replace(self, name=name, out=out)
 
     def chosen(self) -> list[Node]:
-        """The nodes that --only names and those they wait for; without it all.
+        """The nodes that --only names and those they wait for; without --only all.
 
         Raises:
-            ValueError: if a pattern fits none.
+            ValueError: if a pattern fits no node.
         """
         patterns = self.options.only
         if not patterns:
@@ -206,7 +209,9 @@ class Run:
             ValueError: naming the flag.
         """
         if self.options.rows and not self.has_rows:
-            raise ValueError("--rows: this experiment has no rows to choose; --only names parts")
+            raise ValueError(
+                "--rows: this experiment has no rows to choose; choose parts with --only"
+            )
         self.flags.refuse_unknown({n.config for n in self.nodes.values() if isinstance(n, Stage)})
         for node in self.nodes.values():
             node.fingerprint  # noqa: B018  (parses)
@@ -214,7 +219,7 @@ class Run:
 
 @dataclass
 class Experiment:
-    """An experiment's parts.
+    """An experiment, as its module declares it.
 
     Attributes:
         name: such as "matformer.matvit"; recipes.<name> is its module.

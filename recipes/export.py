@@ -1,4 +1,4 @@
-"""What a checkpoint has learnt, as files that other libraries read.
+"""A trained checkpoint as files that other libraries read.
 
     python -m recipes export RUN/checkpoints/last.ckpt OUT                   timm's or transformers'
     python -m recipes export … OUT --granularity S           a submodel of a nested model;
@@ -9,9 +9,9 @@
     python -m recipes export … model.pt2 --to pt2       likewise, for torch.export.load
 
 A folder holds safetensors, the library's config.json with class names and preprocessing, and a
-README.md with the lines that load it. A nested model gives the submodel that is asked for, by
-Mix'n'Match where a budget is given (milliseconds are measured here and kept in latency.json); its
-largest otherwise. Adapters are merged into the weights, unless --to peft or lora.
+README.md with the lines that load it. Of a nested model the submodel that is asked for is written,
+else the largest; a budget is met by Mix'n'Match (milliseconds are measured here and kept in
+latency.json). Adapters are merged into the weights, unless --to peft or lora.
 """
 
 import argparse
@@ -52,10 +52,10 @@ def example_of(predictor: Predictor) -> Any:
 
 
 def granularity_of(predictor: Predictor, options: argparse.Namespace, out: Path) -> Any:
-    """The granularity that the options ask a nested model for.
+    """The granularity that the options ask for; None for a model that is not nested.
 
     Raises:
-        ValueError: if the model is not nested, or the budget is too small.
+        ValueError: if one is asked of a model that is not nested, or the budget is too small.
     """
     asked = [name for name in ("granularity", *BUDGETS) if getattr(options, name) is not None]
     model = predictor.module.model
@@ -75,7 +75,7 @@ def granularity_of(predictor: Predictor, options: argparse.Namespace, out: Path)
     costs, rest = layer_costs(model, unit, None if unit == "parameters" else example_of(predictor))
     if unit == "ms":
         out.mkdir(parents=True, exist_ok=True)
-        # a larger granularity is no faster; where it seems so, the clock was disturbed
+        # a larger granularity cannot be faster: where it was measured so, that is noise
         costs = [list(itertools.accumulate(layer, max)) for layer in costs]
         table = {
             "machine": platform.processor() or platform.machine(),
@@ -98,10 +98,13 @@ def granularity_of(predictor: Predictor, options: argparse.Namespace, out: Path)
 
 
 def export(predictor: Predictor, out: Path, to: str | None, granularity: Any = None) -> str:
-    """Write what the predictor has loaded; returns what was written.
+    """Write the predictor's model.
+
+    Returns:
+        a line that says what was written.
 
     Raises:
-        ValueError: if it cannot be written so.
+        ValueError: if this model cannot be written in the format `to`.
     """
     model: Any = predictor.module.model
     if to in ("peft", "lora"):
@@ -115,7 +118,7 @@ def export(predictor: Predictor, out: Path, to: str | None, granularity: Any = N
             raise ValueError(f"--to {to} writes image classifiers; leave it out for texts")
         alone = extract(model, granularity) if granularity is not None else standalone.plain(model)
         FILES[to](alone, out, example_of(predictor))
-        return f"{out}: run, and compared with the model"
+        return f"{out}: its outputs were compared with the model's"
     library = "timm" if predictor.kind == "images" else "transformers"
     if to not in (None, library):
         raise ValueError(f"--to {to}: this is a model of {library}")
@@ -129,7 +132,7 @@ def export(predictor: Predictor, out: Path, to: str | None, granularity: Any = N
 
 
 def _preprocessing(predictor: Predictor) -> dict[str, Any] | None:
-    """In timm's terms."""
+    """How images are preprocessed, as timm's pretrained_cfg; None for texts."""
     if predictor.kind != "images":
         return None
     transform = predictor.description["transform"]
@@ -140,7 +143,7 @@ def _preprocessing(predictor: Predictor) -> dict[str, Any] | None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Export what a command line names."""
+    """Export the checkpoint that a command line names."""
     parser = argparse.ArgumentParser(
         prog="python -m recipes export",
         description=__doc__,
@@ -153,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--granularity", metavar="NAME", help="of a nested model, such as S")
     add("--max_params", type=number, metavar="N", help="of a nested model: 12M")
     add("--max_macs", type=number, metavar="N", help="multiply-adds of one input: 2G")
-    add("--max_ms", type=number, metavar="T", help="milliseconds of two inputs, measured here")
+    add("--max_ms", type=number, metavar="T", help="milliseconds of a batch of two, measured here")
     options = parser.parse_args(argv)
     out = Path(options.out)
     if options.to in FILES and out.suffix != f".{options.to}":

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 TOP = ("trainer", "model", "data", "checkpoint", "seeding", "optimizer", "lr_scheduler")
-OWNED = {  # what an experiment sets for each of its stages, and what there is instead
+OWNED = {  # settings that an experiment itself gives each stage → what to use instead
     "seed_everything": "--seeds N runs seeds 0 to N - 1",
     "seeding.seed": "--seeds N runs seeds 0 to N - 1",
     "data.seed": "--seeds N runs seeds 0 to N - 1",
@@ -14,8 +14,8 @@ OWNED = {  # what an experiment sets for each of its stages, and what there is i
     "config": "flags change settings, and a preset can be added to the YAML file",
     "c": "flags change settings, and a preset can be added to the YAML file",
 }
-CLASSES = ("model", "data")  # where one is varied it is a class, and its settings are the user's
-PASSING = (  # on what and how a stage runs
+CLASSES = ("model", "data")  # to vary one is to vary the class; a flag may change its settings
+PASSING = (  # where and how a stage runs, which does not change its result
     "trainer.devices", "trainer.num_nodes", "trainer.strategy", "trainer.accelerator",
     "trainer.use_distributed_sampler", "trainer.enable_", "trainer.log_every", "trainer.logger",
     "trainer.default_root_dir", "checkpoint.dirpath", "data.num_workers", "config", "ckpt_path",
@@ -89,17 +89,17 @@ class Flags:
                 )
 
     def several(self) -> bool:
-        """Whether training is to go on several devices."""
+        """Whether the flags ask for several devices or nodes."""
         return any(key in SEVERAL for _, key, _ in self.given)
 
 
 def key_of(key: str) -> str:
-    """A setting's key, however it is written: model.init_args.lr and model.lr are the same."""
+    """A setting's key in its short form: model.init_args.lr and model.lr are the same setting."""
     return key.removesuffix("+").replace(".init_args", "")
 
 
 def passing(key: str) -> bool:
-    """Whether a setting says on what and how a stage runs, and not what comes of it."""
+    """Whether a setting says where and how a stage runs, and leaves its result as it is."""
     return key_of(key).startswith(PASSING)
 
 

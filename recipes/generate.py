@@ -1,4 +1,4 @@
-"""Text from a trained language model, with a draft if one is named.
+"""Text from a trained language model, with speculative decoding if a draft is named.
 
 python -m recipes generate runs/…/last.ckpt --prompt 'def main(' --draft S
 python -m recipes generate FOLDER --prompt 'Once upon a time' --draft OTHER_FOLDER --sample
@@ -78,16 +78,16 @@ def command_line() -> argparse.ArgumentParser:
     """The verb's arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m recipes generate",
-        description="Text from a trained language model, with a draft if one is named.",
+        description="Text from a trained language model; --draft makes decoding speculative.",
     )
     add = parser.add_argument
     add("model", metavar="CKPT", help="a checkpoint of MatLM, or a folder of transformers")
     add("--prompt", metavar="TEXT", help="by default what comes on the standard input")
-    add("--tokens", type=int, default=128, metavar="N", help="at most so many; default 128")
-    add("--granularity", metavar="G", help="what verifies: XL (default), L, … or 0,0,1,1 by layer")
-    add("--draft", metavar="G", help="what drafts: a granularity, a checkpoint or a folder")
-    add("--draft-layers", type=int, metavar="N", help="the draft stops after so many layers")
-    add("--draft-vocabulary", type=int, metavar="N", help="it drafts the first so many tokens only")
+    add("--tokens", type=int, default=128, metavar="N", help="at most N new ones; default 128")
+    add("--granularity", metavar="G", help="size that writes: XL (default), L, … or 0,0,1,1")
+    add("--draft", metavar="G", help="draft model: a granularity, a checkpoint or a folder")
+    add("--draft-layers", type=int, metavar="N", help="the draft has the first N layers only")
+    add("--draft-vocabulary", type=int, metavar="N", help="it drafts only the first N token ids")
     add(
         "--draft-tokens", default="4", metavar="K", help="drafted at a time, or adaptive; default 4"
     )
@@ -103,7 +103,7 @@ def load(source: str) -> tuple[Any, Any]:
 
     Raises:
         FileNotFoundError: there is no such file or folder.
-        ValueError: the checkpoint is of another module, or does not say so.
+        ValueError: the checkpoint is of another module, or does not say of which.
     """
     if Path(source).is_dir():
         return build_text(source, "causal", {}, pretrained=True).eval(), load_tokenizer(source)

@@ -77,7 +77,7 @@ def _source(folder: Path) -> str:
 
 
 def overview(verdicts: Sequence[Verdict]) -> str:
-    """What cards and the ledger show: the judged claims, then the others with their reasons."""
+    """For cards and claims.md: the judged claims, then the others with their reasons."""
     judged = [one for one in verdicts if one.word != NOT_JUDGED]
     others = [
         [_sentence(one.claim), one.claim.number, one.reason]
@@ -91,7 +91,7 @@ def overview(verdicts: Sequence[Verdict]) -> str:
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
-    """What README shows: the judged claims, and how many each experiment has."""
+    """For README.md: the judged claims, and how many verdicts of each kind an experiment has."""
     rows = []
     for experiment in dict.fromkeys(one.experiment for one in verdicts):
         part = [one for one in verdicts if one.experiment == experiment]
@@ -135,9 +135,10 @@ def ledger(verdicts: Sequence[Verdict]) -> str:
         "Written by `python -m recipes claims` from every results.csv in this folder; a test fails "
         "where they disagree. Differences are paired by seed, with the 95 % interval of Student's "
         "t. A claim is supported if the interval lies above its threshold (0 unless it is given), "
-        "refuted if it lies below, undecided if it holds it (with how many seeds it would take at "
-        "80 % power, if mean and spread stay), and not judged if the gate is shut, which is what "
-        "must hold for models of this size to have anything to say.",
+        "refuted if it lies below, and undecided if it contains the threshold (the verdict says "
+        "how many seeds would decide with 80 % power, if mean and spread stay as they are). It is "
+        "not judged if its gate is shut: a gate is a comparison that must be supported before "
+        "models of this size can say anything about the claim.",
         ", ".join(f"{number} {word}" for word, number in count.items()) + ".",
     ]
     for experiment in dict.fromkeys(one.experiment for one in verdicts):
@@ -151,10 +152,10 @@ MARKED = re.compile(r"(<!-- claims:([\w.]+) -->\n).*?(<!-- /claims -->)", re.DOT
 
 
 def pages(root: Path = ROOT) -> dict[Path, str]:
-    """What results/claims.md, README.md and the cards have to say.
+    """The texts of results/claims.md, README.md and the cards, with up-to-date verdicts.
 
-    A page's tables stand between `<!-- claims:NAME -->` and `<!-- /claims -->`, NAME being a
-    method's folder or an experiment; "all" gives the judged claims and counts of the others.
+    A page's tables stand between `<!-- claims:NAME -->` and `<!-- /claims -->`, where NAME is a
+    method's folder or an experiment; "all" gives the judged claims and a count of all verdicts.
 
     Raises:
         ValueError: if a page asks for the claims of a name that has none.
@@ -180,7 +181,7 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the pages, and say how many verdicts there are."""
+    """Write the pages that have changed, and print their names."""
     parser = argparse.ArgumentParser(
         prog="python -m recipes claims",
         description=__doc__,

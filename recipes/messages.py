@@ -1,4 +1,4 @@
-"""What is wrong with an input, in one sentence instead of a traceback or a page of usage."""
+"""Errors about an input, in one sentence instead of a traceback or a page of usage."""
 
 import os
 import re
@@ -16,9 +16,9 @@ class ExperimentFailed(RuntimeError):
 
 
 def console(run: Callable[[], Any], resume: str = "the same command continues") -> None:
-    """Run a command; say what is wrong with its input in one line instead of a traceback.
+    """Run a command; print an error about its input in one line instead of a traceback.
 
-    `resume` is said after Ctrl-C.
+    `resume` is printed after Ctrl-C.
     The environment variable RECIPES_TRACEBACK=1 brings the traceback back.
     """
     try:
@@ -34,22 +34,22 @@ def console(run: Callable[[], Any], resume: str = "the same command continues") 
 
 
 def sentence(error: BaseException) -> str | None:
-    """What an error says of the input; None for an error that is not the input's fault."""
+    """The message of an error that an input caused; None for any other, which is a bug."""
     expected = (ValueError, OSError, MisconfigurationException, ExperimentFailed)
     reason = str(error)
     if isinstance(error, AssertionError) and WRONG_SIZE in reason:
         return f"{reason} Set data.image_size to the model's, or img_size in model.model_args."
     if not isinstance(error, expected):
         return None
-    # a worker of the loader hands over its whole traceback
+    # an error in a DataLoader's worker contains that worker's whole traceback
     return re.split(r"Original Traceback.*\n\w+Error: ", reason, flags=re.S)[-1].strip()
 
 
 def shortened(message: str) -> str:
-    """jsonargparse's message about a value, in a line: where, what was given, what is expected.
+    """jsonargparse's message in one line: the setting, its value, what was expected.
 
-    It lists each member of a union with the reason why it is not that; here stand the innermost
-    ones alone.
+    For a union of types jsonargparse says of each member why the value is not one; of these nested
+    reasons only the innermost are kept.
     """
     message = message.removeprefix('Parser key "config": ')
     key = _key(message)

@@ -1,4 +1,4 @@
-"""How VeRA's and APET's experiments score a tuned model, and the guess that it has to beat."""
+"""Scores of tuned models, their costs, and the majority class that they have to beat."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -8,41 +8,41 @@ import torch
 
 from lightning_modules.vera.scores import classification_scores
 from recipes.experiment import Measuring
-from recipes.nodes import device
-from recipes.records import Finished, at, type_of
+from recipes.records import Finished, at
 from recipes.results import Row
+from recipes.tables import COLLAPSED
 
 
 def measure_score(m: Measuring) -> Iterator[Row]:
-    """The score of one training, and what it cost; of several, that of the best on validation.
+    """The score of a training, and what it cost; of several trainings the best on validation.
 
     Settings: `row` and `set` in the table; `metric`; `part`: "val" takes the best evaluation of the
-    run, as the paper does, "test" scores the last checkpoint on the test part, which the run has
+    run, as the papers do, "test" scores the last checkpoint on the test part, which the run has
     not seen.
     """
-    metric = m.settings["metric"]
+    metric, part = m.settings["metric"], m.settings["part"]
     stage = best_of(list(m.stages.values()), f"val/{metric}")
     data = stage.datamodule()
-    values: dict[str, float]
-    if m.settings["part"] == "val":
-        history = stage.history
-        scores = history[f"val/{metric}"]
-        best = max(range(len(scores)), key=lambda place: scores[place])
-        values = {"score": scores[best]}
-        if "val/classes_predicted" in history:
-            values["classes_predicted"] = history["val/classes_predicted"][best]
+    if part == "val":
+        logged = stage.history[f"val/{metric}"]
+        best = logged.index(max(logged))
+        scores = {
+            name: stage.history[f"val/{name}"][best]
+            for name in (metric, COLLAPSED)
+            if f"val/{name}" in stage.history
+        }
     else:
-        scores_of_test = test(stage, data)
-        values = {"score": scores_of_test[metric]}
-        if "classes_predicted" in scores_of_test:
-            values["classes_predicted"] = scores_of_test["classes_predicted"]
-    values |= {**costs(stage, data), "scored": len(data.samples(m.settings["part"]))}
+        scores = scores_on_test(stage.module(), data)
+    values = {"score": scores[metric]}
+    if COLLAPSED in scores:
+        values[COLLAPSED] = scores[COLLAPSED]
+    values |= {**costs(stage, data), "scored": len(data.samples(part))}
     for name, value in values.items():
         yield Row(metric=name, value=value, row=m.settings["row"], set=m.settings["set"])
 
 
 def costs(stage: Finished, data: Any) -> dict[str, float]:
-    """What a training took: its rate, what it tuned, how long, and on how much."""
+    """Learning rate, trained parameters (beside the heads and in them), time, updates, examples."""
     return {
         "lr": at(stage.settings, "model.lr"),
         "tuned": stage.metrics["tuned"],
@@ -56,25 +56,11 @@ def costs(stage: Finished, data: Any) -> dict[str, float]:
 def best_of(
     trials: Sequence[Finished], metric: str, mode: Literal["max", "min"] = "max"
 ) -> Finished:
-    """The training with the best value of a metric that it logged; the first of equals."""
+    """The training with the best value of a metric in its log; of equals the first."""
     pick = max if mode == "max" else min
     if len(trials) == 1:
         return trials[0]
     return pick(trials, key=lambda trial: pick(trial.history[metric]))
-
-
-def load(stage: Finished) -> Any:
-    """The module of a stage's last checkpoint, ready to evaluate."""
-    module = type_of(stage.settings.model).load_from_checkpoint(
-        stage.checkpoint, map_location=device()
-    )
-    return module.eval()
-
-
-def test(stage: Finished, data: Any) -> dict[str, float]:
-    """The scores of a stage's last checkpoint on the test part, by name."""
-    kind = type_of(stage.settings.model)
-    return scores_on_test(kind.load_from_checkpoint(stage.checkpoint, map_location="cpu"), data)
 
 
 def scores_on_test(module: Any, data: Any) -> dict[str, float]:

@@ -23,7 +23,7 @@ LAST = "checkpoints/last.ckpt"
 
 @dataclass
 class Measuring:
-    """What a measurement is given.
+    """What a measurement's function is given.
 
     Attributes:
         seed: of the node.
@@ -65,7 +65,7 @@ class Node:
 
     @property
     def title(self) -> str:
-        """How messages call it."""
+        """Its name in messages."""
         return f"{self.run.name} ({self.run.preset}), seed {self.seed}: {self.name}"
 
     def __truediv__(self, file: str) -> "Artifact":
@@ -78,7 +78,7 @@ class Node:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of everything that the node is made from."""
+        """Hash of everything that the node is made from."""
         raise NotImplementedError
 
 
@@ -101,9 +101,9 @@ class Later:
 
     Attributes:
         nodes: what it is read from.
-        read: gives the value, from the finished nodes.
-        what: says what is read; part of the fingerprint.
-        like: a value of the same type, which stands for it until then.
+        read: returns the value, from the finished nodes.
+        what: describes the value; part of the fingerprint.
+        like: a value of the same type, used until then.
     """
 
     nodes: tuple[Node, ...]
@@ -118,10 +118,10 @@ class Stage(Node):
 
     Attributes:
         config: its YAML file without the ending.
-        varied: what makes it the row that it is.
-        settings: what the experiment sets and a flag may change.
-        derived: functions of the settings as they are without these, such as a quarter of the
-            epochs; a flag reaches them through their argument.
+        varied: settings that make it the row that it is; no flag may change them.
+        settings: settings of the experiment that a flag may change.
+        derived: functions of all other settings, such as a quarter of the epochs; they are given
+            the settings with the user's flags.
     """
 
     run: "Run"
@@ -133,7 +133,7 @@ class Stage(Node):
     derived: dict[str, Callable[[jsonargparse.Namespace], Any]]
 
     def values(self) -> dict[str, Any]:
-        """What the experiment says of the stage, values of other nodes among it."""
+        """What the experiment sets, values of other nodes included."""
         return {**self.settings, **self.varied}
 
     def waits_for(self) -> list[Node]:
@@ -142,19 +142,19 @@ class Stage(Node):
 
     @cached_property
     def file(self) -> Path:
-        """Its YAML; while a run goes on, the run's own copy."""
+        """Its YAML; during a run, the run's own copy."""
         return self.run.folder / f"{self.config}.yaml"
 
     def arguments(self, resolve: Callable[[Any], Any] = lambda value: stand_in(value)) -> list[str]:
-        """The command line's, without what names the file, the seed and the folder.
+        """Its settings as command-line arguments, without file, seed and folder.
 
         Args:
-            resolve: gives a plain value for one of another node.
+            resolve: turns a value that another node gives into a plain one.
         """
         flags = self.run.flags.of(self.config)
         settings = {key: resolve(value) for key, value in self.settings.items()}
         varied = {key: resolve(value) for key, value in self.varied.items()}
-        # a class comes first: it drops what was said before and is not its own
+        # a class comes first: jsonargparse then drops earlier settings that the class does not have
         classes = {key: varied.pop(key) for key in CLASSES if key in varied}
         arguments = [*as_flags(classes), *as_flags(settings), *flags, *as_flags(varied)]
         if self.derived:
@@ -163,7 +163,7 @@ class Stage(Node):
         return arguments
 
     def parsed(self) -> jsonargparse.Namespace:
-        """All its settings; other nodes' values are stood for.
+        """All its settings, with stand-ins for the values that other nodes give.
 
         Raises:
             ValueError: if a flag names what is varied, or is no setting of the stage.
@@ -181,17 +181,17 @@ class Stage(Node):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the parsed settings, but those that say on what and how it runs."""
+        """Hash of the parsed settings, except for those in flags.PASSING."""
         return fingerprint(self.parsed().as_dict(), self.seed, references(self.values()))
 
 
 @dataclass(eq=False)
 class Measurement(Node):
-    """A function's look at finished nodes.
+    """A function of finished nodes.
 
     Attributes:
         function: top-level, so that another process finds it by its name.
-        nodes: what it looks at, by name.
+        nodes: what it is given, by name.
         settings: plain values, or those of other nodes.
     """
 
@@ -203,7 +203,7 @@ class Measurement(Node):
     settings: dict[str, Any]
 
     def waits_for(self) -> list[Node]:
-        """What it looks at, and what its settings need."""
+        """The nodes that it is given, and those that its settings need."""
         return list(dict.fromkeys([*self.nodes.values(), *nodes_in(self.settings)]))
 
     @property
@@ -213,7 +213,7 @@ class Measurement(Node):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the function's name, the settings and what it looks at."""
+        """Hash of the function's name, the settings and the nodes that it is given."""
         plain = {key: stand_in(value) for key, value in self.settings.items()}
         seen = {name: node.fingerprint for name, node in self.nodes.items()}
         content = {"function": self.function_name, "settings": plain, "nodes": seen}
@@ -222,7 +222,7 @@ class Measurement(Node):
 
 
 def module_name(function: Callable) -> str:
-    """The module in which a function is, also where it is run as a script."""
+    """The name of a function's module, also where that is run as a script."""
     if function.__module__ != "__main__":
         return function.__module__
     spec = getattr(__import__("__main__"), "__spec__", None)
@@ -251,7 +251,7 @@ def is_finished(node: Node) -> bool:
 
 
 def finished(node: Node) -> Finished:
-    """What a finished node has left."""
+    """What a finished node has left in its folder."""
     if not isinstance(node, Stage):
         return Finished(node.folder, node.seed)
     arguments = node.arguments(lambda value: resolved(value, finished))
@@ -284,9 +284,9 @@ def _plain(value: Any) -> Any:
 
 
 def references(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What stands in a fingerprint for values of other nodes: how those were made.
+    """What a fingerprint has in place of values of other nodes: how those nodes were made.
 
-    By key of the settings, and by the path of a file that is another node's.
+    By key of the settings, or by path where the value is another node's file.
     """
     found: dict[str, Any] = {}
     for key, value in values.items():

@@ -1,4 +1,4 @@
-"""What a trained checkpoint says of new pictures or texts.
+"""Predictions of a trained checkpoint for new pictures or texts.
 
     python -m recipes predict --ckpt_path RUN/checkpoints/last.ckpt ~/new_pictures
     python -m recipes predict --ckpt_path RUN/checkpoints/last.ckpt reviews.csv --text review
@@ -10,8 +10,8 @@
     for prediction in predictor(["one.jpg", "two.jpg"]):
         print(prediction.label, prediction.probability)
 
-The checkpoint has class names, the size, mean and standard deviation of images, or the tokenizer in
-itself, so nothing else is asked. The table is printed and written to predictions.csv.
+The checkpoint itself holds the class names and the images' size, mean and standard deviation, or
+the tokenizer, so nothing else is needed. The table is printed and written to predictions.csv.
 """
 
 import argparse
@@ -44,13 +44,13 @@ from recipes.records import write_whole
 from recipes.tables import Table
 
 SHOWN = 20  # rows in the terminal; the file has all
-WIDTH = 40  # characters of an input there
+WIDTH = 40  # characters of an input in the terminal
 UNITS = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a model says of one input.
+    """A model's answer to one input.
 
     Attributes:
         label: the most likely class, the number of a regressor, or the text of a language model.
@@ -64,13 +64,13 @@ class Prediction:
 
 
 class Predictor:
-    """A checkpoint that answers.
+    """A checkpoint, loaded and ready to predict.
 
     Args:
         checkpoint: of a run on images, sentences or prompts.
         granularity: of a nested model, a name or one index for each layer; the largest when None.
         max_params: instead of it, the Mix'n'Match submodel of at most so many parameters.
-        adapter: a folder of `save_adapter`, whose vectors and heads take the place of its own.
+        adapter: a folder of `save_adapter`, whose vectors and heads replace the checkpoint's.
         batch_size: inputs at once.
         top_k: classes in `Prediction.top`.
         max_new_tokens: of a language model's text.
@@ -78,7 +78,8 @@ class Predictor:
 
     Raises:
         FileNotFoundError: if there is no such checkpoint.
-        ValueError: if it does not say what it was trained on, or its model is not nested.
+        ValueError: if it does not say what it was trained on, or a size is asked of a model that
+            is not nested.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class Predictor:
 
     def _classes(self, logits: Tensor) -> list[Prediction]:
         """The most likely classes of logits (B, C)."""
-        sigmoid = self.module.hparams.get("loss") == "sigmoid"  # each class for itself
+        sigmoid = self.module.hparams.get("loss") == "sigmoid"  # classes do not exclude each other
         shares = logits.float().sigmoid() if sigmoid else logits.float().softmax(-1)
         names = self.description["class_names"]
         best = shares.topk(min(self.top_k, shares.shape[-1]))
@@ -192,11 +193,11 @@ def device_of(name: str | None) -> torch.device:
 
 
 def described(checkpoint: str | Path) -> tuple[dict[str, Any], type[L.LightningModule]]:
-    """What a checkpoint says of its data, and the class of its module.
+    """A checkpoint's description of its data, and the class of its module.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if it says nothing.
+        ValueError: if it has no description.
     """
     if not Path(checkpoint).is_file():
         what = "is a folder" if Path(checkpoint).is_dir() else "is not there"
@@ -212,9 +213,9 @@ def described(checkpoint: str | Path) -> tuple[dict[str, Any], type[L.LightningM
                 break
             return state["description"], module
     raise ValueError(
-        f"{checkpoint} does not say what it was trained on: expected one of a classifier or a "
-        "language model, written by this version; an older one says it after another step of "
-        "training (fit --ckpt_path, with trainer.max_steps one higher)"
+        f"{checkpoint} does not say what it was trained on: expected a checkpoint of a classifier "
+        "or a language model, written by this version; an older one says it once it is trained "
+        "for another step (fit --ckpt_path, with trainer.max_steps one higher)"
     )
 
 
@@ -225,13 +226,13 @@ def read_inputs(
 
     Raises:
         FileNotFoundError: if a path is not there.
-        ValueError: if there is nothing to read, a table has no such column, or the checkpoint is
-            of pictures with texts.
+        ValueError: if there is nothing to read, a table has no such column, or the checkpoint was
+            trained on pictures with texts, which recipes.albef.use predicts.
     """
     if description["kind"] == "pictures and texts":
         raise ValueError(
-            "this checkpoint finds pictures for sentences or answers questions on them: "
-            "`python -m recipes.albef.use --help` says how"
+            "this checkpoint was trained on pictures with texts: use `python -m recipes.albef.use` "
+            "to search pictures or to ask about one"
         )
     inputs: list[tuple[str, Any]] = []
     columns = description.get("columns", [TXT, None])
@@ -334,7 +335,7 @@ def number(text: str) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Predict what a command line names."""
+    """Predict for the inputs that a command line names."""
     parser = argparse.ArgumentParser(
         prog="python -m recipes predict",
         description=__doc__,
@@ -350,7 +351,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--pair", metavar="COLUMN", help="the second sentence's")
     add("--granularity", metavar="NAME", help="of a nested model, such as S; default the largest")
     add("--max_params", type=number, metavar="N", help="of a nested model: 12M")
-    add("--adapter", metavar="DIR", help="a VeRA adapter of the same base")
+    add("--adapter", metavar="DIR", help="a VeRA adapter of the same base model")
     add("--max_new_tokens", type=int, default=64, metavar="N", help="of a text; default 64")
     add("--device", help="such as cuda; default: an accelerator if there is one")
     options = parser.parse_args(argv)

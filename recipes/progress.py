@@ -1,4 +1,4 @@
-"""What a terminal shows while an experiment runs."""
+"""The terminal's view of a running experiment."""
 
 from rich.console import Console
 from rich.progress import (
@@ -17,7 +17,7 @@ console = Console()
 
 
 class View:
-    """One live view of the nodes that run side by side; in this process, a line for each."""
+    """One live view of nodes that run side by side; without `live`, one line for each node."""
 
     def __init__(self, total: int, live: bool):
         self.total, self.live = total, live
@@ -52,7 +52,7 @@ class View:
         )
 
     def teller(self, node: Node) -> Say:
-        """Takes what a node says of its progress."""
+        """A function that shows a node's progress."""
         return lambda said: self.progress.update(self.tasks[node], said=said)
 
     def end(self, node: Node) -> None:
@@ -60,5 +60,5 @@ class View:
         self.progress.remove_task(self.tasks.pop(node))
 
     def advance(self, count: int = 1) -> None:
-        """So many more are finished."""
+        """Count that many nodes as finished."""
         self.progress.advance(self.all, count)

@@ -30,7 +30,7 @@ class Finished:
         seed: of the node.
         file: of a stage, its YAML.
         preset: of a stage.
-        arguments: of a stage, behind its file and preset.
+        arguments: of a stage, its settings as command-line arguments.
     """
 
     folder: Path
@@ -51,17 +51,17 @@ class Finished:
 
     @cached_property
     def history(self) -> dict[str, list[float]]:
-        """Of a stage: the values of everything it logged, in order."""
+        """Of a stage: every logged metric's values, in order."""
         return read_history(self.folder)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of a stage: the last value of everything it logged."""
+        """Of a stage: every logged metric's last value."""
         return {name: values[-1] for name, values in self.history.items()}
 
     @property
     def seconds(self) -> float:
-        """How long it took, over all sittings."""
+        """How long it took, over all sittings: a resumed run has several."""
         return read_record(self.folder)["seconds"]
 
     @cached_property
@@ -80,14 +80,17 @@ class Finished:
         data = self.settings.data
         return type_of(data)(**data.init_args.as_dict())
 
+    def module(self, device: Any = "cpu") -> Any:
+        """Of a stage: the LightningModule of its last checkpoint, ready to evaluate."""
+        kind = type_of(self.settings.model)
+        return kind.load_from_checkpoint(self.checkpoint, map_location=device).eval()
+
 
 def fingerprint(content: Mapping[str, Any], seed: int, references: Mapping[str, Any]) -> str:
-    """Of what a node is made from.
-
-    Files that settings name are part of it with their size and date.
+    """Hash of what a node is made from; files that settings name enter with size and date.
 
     Args:
-        content: settings; those on what and how a node runs do not count.
+        content: settings; those in flags.PASSING do not count.
         seed: of the node.
         references: how other nodes' values were made, by key or by path.
     """
@@ -139,7 +142,7 @@ def type_of(settings: Any) -> Any:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """What a node's folder says of itself; empty if there is none."""
+    """The record in a node's folder; empty if there is none."""
     file = folder / RECORD
     return json.loads(file.read_text()) if file.is_file() else {}
 
@@ -158,7 +161,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def read_history(folder: Path) -> dict[str, list[float]]:
-    """Every column of a stage's metrics.csv, of which each sitting has one, without gaps."""
+    """Every metric's values in order, from the metrics.csv of each sitting of a stage."""
     history: dict[str, list[float]] = {}
     for file in sorted(folder.glob("log*/metrics.csv"), key=lambda file: int(file.parent.name[3:])):
         with file.open(newline="") as rows:

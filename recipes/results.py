@@ -137,12 +137,11 @@ def by_seed(
         metric: its name there.
         where: further conditions, such as {"row": "vera", "set": "RTE"}. Points of a curve are
             left out unless it names `x`.
-        mean_over: a column, "set" as a rule, over whose values each seed's mean is taken. A seed
-            that lacks one which another row has is left out: means of unequal tasks do not compare.
+        mean_over: a column, usually "set", over whose values each seed's mean is taken. A seed that
+            lacks a value which any row has is left out: means over unequal tasks do not compare.
 
     Raises:
-        ValueError: if a seed has several values, and `mean_over` does not say that their mean is
-            meant.
+        ValueError: if a seed has several values that `mean_over` does not average.
     """
     conditions = {"metric": metric, "x": None, **(where or {})}
     lines = select(table, conditions)
@@ -223,7 +222,7 @@ def paired(
         index: the column whose values are compared.
 
     Returns:
-        a line for each of them: index, mean, low, high, sd, n.
+        a line for each value but the reference: index, mean, low, high, sd, n.
 
     Raises:
         ValueError: if the reference has no such metric.
@@ -249,11 +248,12 @@ def unique(table: pd.DataFrame, column: str) -> Iterable[Any]:
 
 
 def title_of(value: Any) -> str:
+    """A value as a heading; numbers without superfluous digits."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def write_report(out: Path, paragraphs: Sequence[str]) -> Path:
-    """Write report.md, and say where it is."""
+    """Write report.md, and print where it is."""
     out.mkdir(parents=True, exist_ok=True)
     report = out / "report.md"
     report.write_text("\n\n".join(one for one in paragraphs if one) + "\n")

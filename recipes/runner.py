@@ -1,7 +1,7 @@
-"""Executes what an experiment has declared, and ends in its table and its report.
+"""Executes what an experiment has declared, and writes its table and its report.
 
-A finished node is skipped, a killed stage continues from last.ckpt, and one whose settings have
-changed starts anew beside its old folder, which is kept under a numbered name.
+A finished node is skipped, a killed stage continues from last.ckpt, and a node whose settings have
+changed starts anew; its old folder is kept under a numbered name.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from recipes.progress import View, console
 from recipes.records import ROWS, read_record, write_record, write_whole
 from recipes.work import Look, Training, measure, train
 
-RUN = "run.json"  # in a run's folder: what `python -m recipes report` goes by
+RUN = "run.json"  # in a run's folder, for `python -m recipes report`
 
 
 def run_experiment(experiment: Experiment, argv: list[str] | None = None) -> Run:
@@ -98,7 +98,7 @@ def command_line(experiment: Experiment, argv: list[str] | None = None) -> Run:
     add(
         "--plan",
         action="store_true",
-        help="say what would run, how long and with what memory, by a few steps; then stop",
+        help="train nothing; list what would run, with time and memory from a few timed steps",
     )
     experiment.options(parser)
     argv = sys.argv[1:] if argv is None else argv
@@ -153,7 +153,7 @@ def main(argv: list[str]) -> None:
 
 
 def copy_files(run: Run) -> None:
-    """Go by copies of the stages' files: to edit a file does not change a run that goes on."""
+    """Copy the stages' files into the run, so that editing one does not change a running stage."""
     for node in run.nodes.values():
         if isinstance(node, Stage):
             copy = node.run.out / "stages" / node.file.name
@@ -182,7 +182,7 @@ def execute(run: Run, executor: Executor) -> None:
                     waiting.remove(node)
                     try:
                         task = task_of(node, executor.jobs > 1)
-                    except ValueError as error:  # in a value that other nodes were to give
+                    except ValueError as error:  # a value of another node could not be read
                         failed[node] = str(error)
                         continue
                     view.start(node)
@@ -220,7 +220,7 @@ def _failures(failed: dict[Node, str], stopped: list[Node]) -> str:
 
 
 def skipped(node: Node) -> bool:
-    """Whether there is nothing to do for a node; says so."""
+    """Whether a node is finished already; if so, print that."""
     if not is_finished(node):
         return False
     console.print(f"[dim]{node.title}: finished before, skipped")
@@ -228,7 +228,7 @@ def skipped(node: Node) -> bool:
 
 
 def task_of(node: Node, quiet: bool) -> Task:
-    """What an executor does for a node; prepares its folder."""
+    """Prepare a node's folder, and make the task that executes it."""
     prepare(node)
     if isinstance(node, Stage):
         training = Training(node.title, finished(node), node.run.flags.several(), quiet)
@@ -283,7 +283,7 @@ def table_of(run: Run) -> pd.DataFrame:
 
 
 def write_table(run: Run) -> None:
-    """Write results.csv anew."""
+    """Write results.csv from the finished measurements."""
     results.write(run.out / ROWS, table_of(run))
 
 
@@ -294,10 +294,10 @@ def write_report(experiment: Experiment, run: Run) -> None:
 
 @contextlib.contextmanager
 def locked(run: Run) -> Iterator[None]:
-    """Keep other processes from running into the same folders.
+    """Keep other processes from using the same folders.
 
     Raises:
-        ValueError: if another process does.
+        ValueError: if another process uses one.
     """
     with contextlib.ExitStack() as stack:
         for out in sorted({run.out, *(node.run.out for node in run.nodes.values())}):
@@ -318,7 +318,7 @@ def locked(run: Run) -> Iterator[None]:
 
 
 def list_nodes(run: Run) -> None:
-    """Say what would run, in which order."""
+    """Print what would run, in which order."""
     console.print(f"[bold]{run.name}, preset {run.preset}")
     for node in run.chosen():
         state = "finished" if is_finished(node) else "to do"

@@ -95,15 +95,15 @@ def tabulate(
 
     Args:
         table: the tidy table.
-        rows: values of `index` and their titles, in order; by default all that are there. Those
-            without any number are left out.
+        rows: values of `index` and their titles, in order; by default all. Rows without any number
+            are left out.
         columns: of the report's table.
         index: which column of the tidy table makes the rows: "row", "set", "x", …
         heading: over the rows' titles.
 
     Returns:
-        cells, and notes: the number of seeds (in the cell, where it is lower), and which cells
-        come from a classifier whose predictions collapsed to one class (†).
+        the table with notes: the number of seeds (a cell with fewer names its own), and which
+        cells come from a classifier whose predictions collapsed to one class (†).
     """
     if rows is None:
         metrics = [column.metric for column in columns]
@@ -144,7 +144,7 @@ def tabulate(
 
 
 def _collapsed(table: pd.DataFrame, where: Where, column: Column) -> bool:
-    """Whether a classifier behind a cell gave one class only; counts and costs are no answers."""
+    """Whether a cell's classifier predicted one class only; counts and costs are not marked."""
     if column.metric == COLLAPSED or not column.spread or not column.digits:
         return False
     known = {name: value for name, value in where.items() if name in ("row", "set", "stage")}

