@@ -14,21 +14,18 @@ from lightning_modules.albef.retrieval import Gallery, rerank
 from lightning_modules.pela import factorize
 from recipes.experiment import Measuring
 from recipes.methods import scores_on_test
-from recipes.plots import plt
-from recipes.records import type_of
+from recipes.plots import plt, save_plot
 from recipes.results import Row
 
-SHOWN, TOP = 5, 4  # queries of a page, and pictures of each
+SHOWN, TOP = 5, 4  # queries on a page, and pictures for each
 
 
 def score(m: Measuring) -> Iterator[Row]:
-    """The metrics of a model on the test part, its size, and with `pictures` a page of results.
+    """The scores of a model on the test part and its size; with `pictures` also a page of results.
 
     With `ratio` the model is first made low-rank, without any training.
     """
-    node = m.stages["model"]
-    kind = type_of(node.settings.model)
-    module, data = kind.load_from_checkpoint(node.checkpoint), m.datamodule("model")
+    module, data = m.stages["model"].module(), m.datamodule("model")
     if ratio := m.settings.get("ratio"):
         factorize(module.model, ratio, skip=skipped(module.model))
     row, name = m.settings["row"], m.settings["set"]
@@ -38,7 +35,7 @@ def score(m: Measuring) -> Iterator[Row]:
         values["itc_r_mean"] = sum(alone) / len(alone)
     for metric, value in values.items():
         yield Row(row, metric, value, name)
-    # LoRA's are merged into the weights when training has ended
+    # LoRA's parameters are not counted: they are merged into the weights after training
     sizes = [p.numel() for n, p in module.model.named_parameters() if ".lora_" not in n]
     yield Row(row, "parameters", sum(sizes), name)
     if m.settings.get("pictures") and name == "retrieval":
@@ -60,7 +57,7 @@ def gallery(module: Any, data: Any) -> Gallery:
 
 
 def retrieved(module: Any, data: Any, file: Path) -> None:
-    """A page: some texts of the test part, and what is found for each; the right one framed."""
+    """A page of texts of the test part with the pictures found for each; the right one framed."""
     places = gallery(module, data)
     entries = data.entries("test")
     texts = [(entry, caption) for entry in entries for caption in entry.captions]
@@ -76,11 +73,11 @@ def retrieved(module: Any, data: Any, file: Path) -> None:
             right = entries[place].image == entry.image
             frame(axis, "tab:green" if right else "lightgrey")
         line[0].set_title(caption, loc="left", fontsize=9)
-    save(figure, file)
+    save_plot(figure, file)
 
 
 def heat_maps(module: Grounding, data: Any, file: Path) -> None:
-    """A page: where the model looks for each phrase, its chosen box (orange) and the right one."""
+    """A page of heat maps of phrases, each with the chosen box (orange) and the right one."""
     loader, entries = data.test_dataloader(), data.entries("test")
     step = max(1, len(entries) // (SHOWN * TOP))
     chosen = list(range(0, len(entries), step))[: SHOWN * TOP]
@@ -101,7 +98,7 @@ def heat_maps(module: Grounding, data: Any, file: Path) -> None:
             corner, width, height = box[:2], box[2], box[3]
             axis.add_patch(plt.Rectangle(corner, width, height, fill=False, ec=colour, lw=2))
         axis.set_title(entry.text, fontsize=9)
-    save(figure, file)
+    save_plot(figure, file)
 
 
 def show(axis: Any, file: Path) -> None:
@@ -115,11 +112,3 @@ def frame(axis: Any, colour: str) -> None:
     """A coloured frame."""
     for spine in axis.spines.values():
         spine.set(color=colour, linewidth=3)
-
-
-def save(figure: Any, file: Path) -> None:
-    """Write a page."""
-    figure.tight_layout()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=100)
-    plt.close(figure)

@@ -7,9 +7,9 @@
     python -m recipes.albef.use ask --ckpt_path VQA/checkpoints/last.ckpt \\
         dog.jpg "what color is the dog"
 
-`match` also takes a text file with a sentence on each line. The first k, as trained, are put in
-order by matching image and text, the others by similarity. `ask` chooses among the answers of the
-training's list, or those of --answers yes,no,….
+`match` also takes a text file with a sentence on each line. The k most similar (k of the training)
+are re-ranked by ITM, image-text matching; the others stay in the order of similarity. `ask` chooses
+among the answers that the model was trained with, or those of --answers yes,no,….
 """
 
 import argparse
@@ -26,17 +26,17 @@ from datamodules.captions import read_picture
 from datamodules.image_text import ImageTextData
 from lightning_modules.albef import VQA, Retrieval
 from lightning_modules.albef.retrieval import Gallery, rerank
-from recipes.albef.measures import save, show
+from recipes.albef.measures import show
 from recipes.messages import console
-from recipes.plots import plt
-from recipes.predict import described
+from recipes.plots import plt, save_plot
+from recipes.predict import described, device_of
 from recipes.tables import Table
 
 BATCH = 32
 
 
 class Searcher:
-    """Pictures and sentences, found by each other.
+    """Scores pictures for sentences, and sentences for pictures.
 
     Args:
         checkpoint: of `Retrieval`, `Pretraining` or `Repair`.
@@ -99,13 +99,13 @@ def ask(
     question: str,
     answers: Sequence[str] | None = None,
 ) -> pd.DataFrame:
-    """The answers to a question on a picture, the likeliest first: answer, probability.
+    """The answers to a question about a picture, the likeliest first: answer, probability.
 
     Args:
         checkpoint: of `VQA`.
         picture: a file.
         question: a sentence.
-        answers: to choose among; those of the training's list when None.
+        answers: to choose among; those that the model was trained with when None.
     """
     module, data, description = load(checkpoint, VQA)
     answers = list(answers or description["answers"])
@@ -122,7 +122,7 @@ def ask(
 
 
 def load(checkpoint: str | Path, kind: type) -> tuple[Any, ImageTextData, dict[str, Any]]:
-    """A checkpoint's module, what makes its inputs, and its description.
+    """A checkpoint's module, the data object that prepares its inputs, and its description.
 
     Raises:
         ValueError: if it is of another module.
@@ -133,9 +133,8 @@ def load(checkpoint: str | Path, kind: type) -> tuple[Any, ImageTextData, dict[s
             f"{checkpoint} is of {module.__name__}, expected one of {kind.__name__}: give a "
             f"checkpoint of {'vqa' if kind is VQA else 'retrieval'}.yaml"
         )
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
     loaded = module.load_from_checkpoint(checkpoint, map_location="cpu", weights_only=True)
-    return loaded.to(device).eval(), ImageTextData.described(description), description
+    return loaded.to(device_of(None)).eval(), ImageTextData.described(description), description
 
 
 def pictures_in(folder: str | Path) -> list[Path]:
@@ -148,14 +147,14 @@ def pictures_in(folder: str | Path) -> list[Path]:
     found = sorted(f for f in place.rglob("*") if f.suffix.lower() in IMG_EXTENSIONS)
     if not found:
         raise FileNotFoundError(
-            f"{folder} has no pictures (known are {', '.join(IMG_EXTENSIONS)}): name the folder "
-            "that has them"
+            f"{folder} has no pictures: expected files that end in {', '.join(IMG_EXTENSIONS)}, "
+            "at any depth"
         )
     return found
 
 
 def page(rows: pd.DataFrame, title: str, file: Path, shown: int = 8) -> None:
-    """A page of the first pictures of a search."""
+    """A page of the best pictures of a search."""
     rows = rows.head(shown)
     figure, axes = plt.subplots(2, 4, figsize=(11, 6), squeeze=False)
     for axis in axes.flat:
@@ -164,7 +163,7 @@ def page(rows: pd.DataFrame, title: str, file: Path, shown: int = 8) -> None:
         show(axis, Path(str(row.picture)))
         axis.set_title(Path(str(row.picture)).name, fontsize=8)
     figure.suptitle(title)
-    save(figure, file)
+    save_plot(figure, file)
 
 
 def sentences_of(given: Sequence[str]) -> list[str]:
