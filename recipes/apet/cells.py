@@ -1,4 +1,4 @@
-"""What APET's experiments share: one model tuned on one task by one method, and its score."""
+"""What APET's experiments share: a cell is one model tuned on one task by one method."""
 
 from argparse import ArgumentParser
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ METHODS = {
     "adapter": "Adapter",
     "full": "full",
 }
-PET = ("prompt", "bitfit", "lora", "adapter")  # between which the paper takes the deviation
+PET = ("prompt", "bitfit", "lora", "adapter")  # the paper's deviation is that between these
 VARIED = (
     "model.method",
     "model.method_args",
@@ -37,17 +37,17 @@ GRID = "apet_grid"
 
 
 def options(parser: ArgumentParser, names: Sequence[str] = ("models", "tasks")) -> None:
-    """What APET's experiments take on their command lines."""
+    """Add the options of APET's experiments to a command line."""
     for name in names:
         text = f"only these {name} of {GRID}.yaml"
         parser.add_argument(f"--{name}", default=[], type=names_in, metavar="A,B", help=text)
 
 
 def chosen(run: Run, what: str, known: Iterable[str]) -> list[str]:
-    """Those of an experiment's models or tasks that its flag names; without it all.
+    """The known models or tasks that the flag --models or --tasks names; without it all.
 
     Raises:
-        ValueError: if the flag names another.
+        ValueError: if the flag names an unknown one.
     """
     known = list(known)
     given = getattr(run.options, what)
@@ -65,7 +65,7 @@ class Cell:
         row: the method's name, or another for the table.
         settings: the method's.
         seed: of the training.
-        like: the cell whose trials say the learning rate; itself when None.
+        like: the cell whose trials choose the learning rate; itself when None.
     """
 
     model: str
@@ -77,12 +77,12 @@ class Cell:
 
     @property
     def set(self) -> str:
-        """In the table: task and model."""
+        """`set` in the table: task and model."""
         return f"{self.task}, {self.model}"
 
     @property
     def name(self) -> str:
-        """Of the cell's folder."""
+        """The name of the cell's folder."""
         return f"{self.task} {self.model} {self.row}"
 
 
@@ -97,10 +97,10 @@ def at_random(budget: int, seed: int) -> dict[str, Any]:
 
 
 def train(run: Run, grid: Mapping[str, Any], cell: Cell) -> list[Stage]:
-    """Declare the trainings of a cell, of which the best on the held-out part counts.
+    """Declare the trainings of a cell; the best of them on the held-out part is to be scored.
 
-    With several learning rates in the grid, seed 0 trains with each, and these trials are its
-    trainings; another seed, and a cell that is `like` another, train with the best one alone.
+    If the grid has several learning rates, seed 0 trains with each of them. Other seeds, and cells
+    that are `like` another, train once, with the rate that was best there.
     """
     config, varied, settings = _settings(run, grid, cell)
     entry = grid["models"][cell.model]
@@ -124,30 +124,30 @@ def train(run: Run, grid: Mapping[str, Any], cell: Cell) -> list[Stage]:
 
 
 def written(grid: Mapping[str, Any], task: str) -> bool:
-    """Whether a task's answer is a text, and not a class, of which each has a word."""
+    """Whether a task's answer is free text; a class would have a label word."""
     return "words" not in grid["tasks"][task]
 
 
 def fits(grid: Mapping[str, Any], model: str, task: str) -> bool:
-    """Whether a model can do a task: an encoder writes nothing."""
+    """Whether a model can do a task: an encoder cannot write text."""
     return not written(grid, task) or grid["models"][model]["config"] == "decoder"
 
 
 def _settings(
     run: Run, grid: Mapping[str, Any], cell: Cell
 ) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Of a cell: the stage file, what makes it the row that it is, and what flags may change."""
+    """A cell's stage file, its varied settings, and the settings that flags may change."""
     model, task = grid["models"][cell.model], dict(grid["tasks"][cell.task])
     words, config = task.pop("words", None), model["config"]
     if words is None:
         config = "generation"
     if task.pop("made", False):
         task["data.root"] = run.measure("questions", 0, write_questions) / "questions"
-    no_budget = {"model.method_args": None}  # the stage file's is of method apet
+    no_budget = {"model.method_args": None}  # the stage file's are for method apet
     settings = {**task, **model["settings"], **model.get(config, {}), **no_budget, **cell.settings}
     if config == "decoder":
         settings["data.label_words"] = words
-    if settings.get("data.encoder_decoder"):  # which reads the input alone
+    if settings.get("data.encoder_decoder"):  # its max_length counts the input alone
         settings["data.max_length"] -= settings["data.target_length"]
     if model.get("pretrain"):
         settings["model.init_from"] = pretrain(run, grid, cell.model)
@@ -156,7 +156,7 @@ def _settings(
 
 
 def pretrain(run: Run, grid: Mapping[str, Any], model: str) -> Stage:
-    """Declare the pre-training of a model that starts at random, once for all seeds."""
+    """Declare the pre-training of a model from random weights, once for all seeds."""
     sizes = {"model.model_args": grid["models"][model]["settings"]["model.model_args"]}
     return run.stage(f"pretrain {model}", "pretrain", 0, sizes)
 
@@ -171,7 +171,7 @@ def score(run: Run, grid: Mapping[str, Any], cell: Cell) -> Measurement:
 
 
 def majority(run: Run, grid: Mapping[str, Any], cell: Cell) -> Measurement:
-    """Declare the measurement of guessing the commonest class, on the data of a cell."""
+    """Declare the guessing baseline on a cell's data: the commonest class, or 0 for free text."""
     scoring = {"set": cell.set, "metric": grid["metrics"][cell.task], "part": grid["part"]}
     nodes = {"stage": train(run, grid, cell)[0]}
     name = f"{cell.task} {cell.model} majority"
@@ -181,12 +181,12 @@ def majority(run: Run, grid: Mapping[str, Any], cell: Cell) -> Measurement:
 
 
 def points(nodes: Mapping[str, Finished]) -> dict[str, float]:
-    """The scores that measurements have found, in points, by the measurements' names."""
+    """The scores of several measurements, in points, by name."""
     return {name: 100 * values_of(node)["score"] for name, node in nodes.items()}
 
 
 def values_of(node: Finished) -> dict[str, float]:
-    """What one measurement has found, by metric."""
+    """The values of one measurement, by metric."""
     return dict(zip(node.rows["metric"], node.rows["value"], strict=True))
 
 

@@ -1,10 +1,10 @@
 """How many tunable parameters are enough? (Section 5.3, Fig. 5)
 
-Score against the number of trainable parameters, at random positions. Two thresholds are read off
-each seed's own curve: `low`, the smallest count from which on the score stays above guessing, and
-`high`, the smallest from which on it stays level with full fine-tuning. Both allow for the sampling
-error of a test part of n examples: 1.64·√(p(1 − p)/n), the one-sided 95 % bound. Where no count of
-the sweep reaches a threshold, the seed has none.
+Score against the number of trainable parameters, at random positions. Each seed's curve gives two
+thresholds: `low`, the smallest count from which on the score stays above guessing, and `high`, the
+smallest count from which on it stays level with full fine-tuning. Both allow for the sampling error
+of a test part of n examples: 1.64·√(p(1 − p)/n), the one-sided 95 % bound. A threshold that no
+count of the sweep reaches is left out for that seed.
 
     python -m recipes.apet.counts                  generated sentences, on a CPU
     make weights && python -m recipes.apet.counts --preset small --seeds 3 --jobs 2
@@ -42,6 +42,7 @@ PAPER = {  # Fig. 5, low thresholds
     "BERT-large": "8.0e2 to 3.2e3",
     "BERT-small": "4.0e2 to 1.6e3",
     "BLOOM-7.1B": "8.2e3 to 4.1e4",
+    "BLOOM-560M": "8.2e3 to 4.1e3 (as printed)",
     "T5-XXL": "7.9e3 to 8.5e3",
     "T5-small": "8.0e2 to 7.9e3",
 }
@@ -60,17 +61,17 @@ def declare(run: Run) -> None:
                     "majority": majority(run, grid, full),
                 }
                 for budget in settings["budgets"]:
-                    first = Cell(model, task, f"{budget}", nothing_else(budget, 0), 0)
-                    drawn = replace(first, settings=nothing_else(budget, seed), seed=seed)
+                    first = Cell(model, task, f"{budget}", in_all(budget, 0), 0)
+                    drawn = replace(first, settings=in_all(budget, seed), seed=seed)
                     nodes[f"{budget}"] = score(run, grid, replace(drawn, like=first))
                 name, given = f"{task} {model} thresholds", {"row": model, "set": task}
                 run.measure(name, seed, measure_thresholds, nodes, given)
 
 
-def nothing_else(budget: int, seed: int) -> dict[str, Any]:
-    """The settings of so many trainable parameters, a classifier not besides but among them.
+def in_all(budget: int, seed: int) -> dict[str, Any]:
+    """The settings of APET with `budget` trainable parameters in all, the classifier's included.
 
-    A new classifier that trains in full has hundreds of parameters: it beats guessing alone.
+    A new classifier that trains beside them has hundreds of parameters, enough to beat guessing.
     """
     return {**at_random(budget, seed), "model.heads": []}
 
@@ -136,7 +137,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         provenance(run.command, table),
         "Log₁₀ of the smallest count of the sweep from which on the score stays above guessing "
         "(low) and level with full fine-tuning (high), allowing for the sampling error of the test "
-        "part; mean ± standard deviation over the seeds that reach it, of all seeds.",
+        "part; mean ± standard deviation over the seeds that reach it; in brackets how many do.",
         Table(["model", "task", "low", "high"], rows).markdown(),
         "![Score against the number of trainable parameters](counts.png)",
         "**The paper's Fig. 5**, low thresholds over its tasks:",
@@ -167,15 +168,15 @@ CLAIMS = [
     Claim(
         name="low threshold is alike",
         paper="APET",
-        sentence="Models of all sizes need about as many parameters to exceed guessing: within a "
-        "factor of ten.",
+        sentence="A small and a large model need about as many parameters to exceed guessing, "
+        "within a factor of ten.",
         where="Section 5.3, Fig. 5",
         number="BERT-large 8.0e2 to 3.2e3, BERT-small 4.0e2 to 1.6e3",
         test=(
             Comparison("low", "MiniLM", "bge-small", threshold=-1.0, mean_over="set"),
             Comparison("low", "bge-small", "MiniLM", threshold=-1.0, mean_over="set"),
         ),
-        # and the thresholds lie inside of the sweep, above its smallest count of ten
+        # and both thresholds lie inside the sweep: above its smallest count, ten
         gate=(*GATE, *(Comparison("low", model, threshold=1.0) for model in MODELS)),
     ),
 ]

@@ -1,7 +1,8 @@
 """Does it matter where the tunable parameters sit? (Section 5.2, Fig. 4)
 
-As many parameters as Prompt, BitFit, LoRA and Adapter have, at random positions drawn by many
-seeds, in a small and in a large model; the deviation between the draws is what positions are worth.
+As many parameters as Prompt, BitFit, LoRA and Adapter have are tuned at random positions, in many
+draws, in a small and in a large model. The deviation between the draws shows how much positions
+matter.
 
     python -m recipes.apet.positions                  generated sentences, on a CPU
     make weights && python -m recipes.apet.positions --preset small --seeds 2 --jobs 2
@@ -40,7 +41,7 @@ from recipes.tables import Column, tabulate
 
 
 def declare(run: Run) -> None:
-    """Draws of positions at four budgets, and the deviation between them."""
+    """Draw positions at four budgets, and measure the deviation between the draws."""
     grid = run.grid(GRID)
     settings = grid["positions"]
     rows = run.rows(PET)
@@ -73,7 +74,7 @@ def declare(run: Run) -> None:
 
 
 def budget_of(run: Run, grid: dict[str, Any], model: str, method: str) -> int:
-    """How many parameters a usual tuning method has in a model."""
+    """How many parameters a usual tuning method trains in a model, beside its heads."""
     entry = grid["models"][model]
     parsed = run.parsed(entry["config"], entry["settings"]).model
     arguments: dict[str, Any] = {"num_classes": 2, "pretrained": False, "adapter_only": False}
@@ -100,9 +101,9 @@ def measure_spread(m: Measuring) -> Iterator[Row]:
 
 
 def measure_mean_spread(m: Measuring) -> Iterator[Row]:
-    """The standard deviation over draws, averaged over the budgets (as a root mean square).
+    """The standard deviation over draws, averaged over the budgets (root mean square), in points.
 
-    And `gain`, what full fine-tuning has above the commonest class, in points.
+    Also `gain`: the score of full fine-tuning above that of the commonest class, in points.
     """
     scores = points(m.stages)
     gain = scores.pop("full") - scores.pop("majority")

@@ -42,7 +42,7 @@ FIG_2 = {  # standard deviation between methods, mean over tasks: smallest to la
 
 
 def declare(run: Run) -> None:
-    """Every method on every task and model, and the deviation between methods."""
+    """Tune every model on every task with every method, and measure the deviation."""
     grid = run.grid(GRID)
     rows = run.rows(grid["methods"])
     for seed in run.seeds:
@@ -62,10 +62,10 @@ def declare(run: Run) -> None:
 
 
 def measure_deviation(m: Measuring) -> Iterator[Row]:
-    """The standard deviation between methods' scores, and what fine-tuning gains, in points.
+    """The standard deviation between methods' scores, and `gain`, both in points.
 
-    `gain` is the score of full fine-tuning above that of the commonest class: where there is none,
-    the task says nothing of methods.
+    `gain` is the score of full fine-tuning above that of the commonest class: without a gain, the
+    task does not tell methods apart.
     """
     scores = points(m.stages)
     values = {"deviation": statistics.stdev(scores[row] for row in PET if row in scores)}
@@ -76,7 +76,7 @@ def measure_deviation(m: Measuring) -> Iterator[Row]:
 
 
 def measure_pretraining(m: Measuring) -> Iterator[Row]:
-    """What is left of the masked-LM loss on held-out text, in nats."""
+    """The masked-LM loss on held-out text after pre-training, in nats."""
     yield Row(
         row=m.settings["row"], metric="pretraining", value=m.stages["stage"].metrics["val/mae"]
     )
@@ -100,8 +100,9 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     parts = [
         f"# Tuning methods and scale, preset {run.preset}",
         provenance(run.command, table),
-        "**Standard deviation between Prompt, BitFit, LoRA and Adapter**, in points. Last: the "
-        "difference to the smallest model, seed by seed, with its 95 % interval.",
+        "**Standard deviation between Prompt, BitFit, LoRA and Adapter**, in points. The column "
+        f"`− {models[0]}` is the difference to the smallest model, paired by seed, with its 95 % "
+        "interval.",
         tabulate(table, models, deviation, heading="model").markdown(),
     ]
     for task in tasks:

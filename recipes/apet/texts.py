@@ -1,4 +1,4 @@
-"""What a tuned model writes, and its score: F1 of answers, ROUGE-L of summaries (App. D)."""
+"""Texts that a tuned model writes, and their F1 (answers) or ROUGE-L (summaries), as in App. D."""
 
 import json
 import random
@@ -8,7 +8,8 @@ from torchmetrics.functional.text import rouge_score, squad
 
 from lightning_modules.decoding import generate
 from recipes.experiment import Measuring
-from recipes.methods import best_of, costs, load
+from recipes.methods import best_of, costs
+from recipes.nodes import device
 from recipes.results import Row
 
 _WHO = ("the cook", "a waiter", "my sister", "the old man", "our teacher")
@@ -16,13 +17,13 @@ _DOES = ("likes", "sells", "paints", "carries", "buys")
 
 
 def measure_texts(m: Measuring) -> Iterator[Row]:
-    """The score of what is written for the test part's inputs, token by most likely token.
+    """The score of greedily decoded texts for the inputs of the test part.
 
-    Of several trainings the one with the least loss on the validation part writes. Settings: `row`
-    and `set` in the table, `metric`. outputs.txt has a text on each line.
+    Of several trainings the one with the least loss on the validation part is decoded. Settings:
+    `row` and `set` in the table, `metric`. outputs.txt has one text on each line.
     """
     stage = best_of(list(m.stages.values()), "val/loss", "min")
-    data, module = stage.datamodule(), load(stage)
+    data, module = stage.datamodule(), stage.module(device())
     texts = [""] * len(data.prompts("test"))
     for batch in data.test_dataloader():
         places = batch.pop("labels").tolist()
@@ -40,12 +41,12 @@ def measure_texts(m: Measuring) -> Iterator[Row]:
 
 
 def text_score(metric: str, texts: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-    """A share of one, the mean over texts of the best over a text's references.
+    """The mean over texts of each text's best score against its references, in 0 … 1.
 
     Args:
         metric: "f1", SQuAD's of words (Rajpurkar et al., 2016), or "rouge_l" (Lin, 2004).
         texts: written.
-        references: of each.
+        references: of each text.
 
     Raises:
         ValueError: for another metric.
@@ -61,16 +62,16 @@ def text_score(metric: str, texts: Sequence[str], references: Sequence[Sequence[
         several = [list(one) for one in references]
         scores = rouge_score(list(texts), several, accumulate="best", rouge_keys="rougeL")
         return float(scores["rougeL_fmeasure"])
-    raise ValueError(f"metric {metric!r} is not one of texts: expected f1 or rouge_l")
+    raise ValueError(f"metric {metric!r} does not score texts: expected f1 or rouge_l")
 
 
 def measure_nothing(m: Measuring) -> Iterator[Row]:
-    """The guess at a text to be written, which the paper scores 0."""
+    """The guessing baseline of a task of free text, which the paper scores 0."""
     yield Row(metric="score", value=0.0, row="majority", set=m.settings["set"])
 
 
 def write_questions(m: Measuring) -> Iterator[Row]:
-    """Questions about a small world in NQ-Open's form, in the folder `questions`, for `tiny`."""
+    """Write made-up questions in NQ-Open's form into the folder `questions`, for `tiny`."""
     rng = random.Random(0)
     folder = m.folder / "questions"
     folder.mkdir(exist_ok=True)

@@ -1,8 +1,8 @@
-"""Do parameters tuned on one task serve another? (Appendix E, Fig. 7)
+"""Are parameters tuned on one task of use on another? (Appendix E, Fig. 7)
 
-θ, and the classifier where there is one, tuned on a source task and used on a target task as they
-are. Labels are unified: negative, not-entailment and not-equivalent are 0; positive, entailment and
-equivalent are 1. So RTE's and QNLI's, which GLUE numbers the other way, are turned round.
+θ, and the classifier where there is one, is tuned on a source task and used unchanged on a target
+task. Labels are unified: negative, not-entailment and not-equivalent are 0; positive, entailment
+and equivalent are 1. RTE and QNLI, which GLUE numbers the other way round, are swapped.
 
     python -m recipes.apet.transfer                  generated sentences, on a CPU
     make weights && python -m recipes.apet.transfer --preset small --seeds 3 --jobs 2
@@ -11,24 +11,23 @@ equivalent are 1. So RTE's and QNLI's, which GLUE numbers the other way, are tur
 
 from collections.abc import Iterator
 
-import lightning as L
 import pandas as pd
 
 from recipes.apet.cells import GRID, METHODS, cells, chosen, majority, options, train
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
-from recipes.methods import best_of
-from recipes.records import Finished, type_of
+from recipes.methods import best_of, scores_on_test
+from recipes.records import Finished
 from recipes.results import Row, provenance
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
 
-TURNED = ("RTE", "QNLI", "WNLI")  # GLUE's files have entailment as class 0
+SWAPPED = ("RTE", "QNLI")  # GLUE's files have entailment as class 0
 
 
 def declare(run: Run) -> None:
-    """Every method on every source, used on every target."""
+    """Tune every method on every source task, and score it on every target task."""
     grid = run.grid(GRID)
     settings = grid["transfer"]
     grid["tasks"] = {**grid["tasks"], **settings.get("more", {})}
@@ -49,8 +48,8 @@ def declare(run: Run) -> None:
 def measure_transfer(m: Measuring) -> Iterator[Row]:
     """Accuracy of each source's model on each target's test part.
 
-    Settings: `row` in the table; `metrics` of the tasks, by which the best of several trainings on
-    a task is taken.
+    Settings: `row` in the table; `metrics`: the metric of each task, by which the best of several
+    trainings on it is chosen.
     """
     trials: dict[str, list[Finished]] = {}
     for name, trial in m.stages.items():
@@ -60,18 +59,11 @@ def measure_transfer(m: Measuring) -> Iterator[Row]:
         for task, several in trials.items()
     }
     for source, stage in stages.items():
-        module = type_of(stage.settings.model).load_from_checkpoint(
-            stage.checkpoint, map_location="cpu"
-        )
+        module = stage.module()
         for target, other in stages.items():
-            trainer = L.Trainer(
-                accelerator="auto", devices=1, logger=False, enable_progress_bar=False,
-                enable_model_summary=False,
-            )  # fmt: skip
-            [scores] = trainer.test(module, datamodule=other.datamodule(), verbose=False)
-            accuracy = scores["test/accuracy"]
-            if (source in TURNED) != (target in TURNED):
-                accuracy = 1 - accuracy  # of two classes
+            accuracy = scores_on_test(module, other.datamodule())["accuracy"]
+            if (source in SWAPPED) != (target in SWAPPED):
+                accuracy = 1 - accuracy  # both tasks have two classes
             name = f"{source} → {target}"
             yield Row(row=m.settings["row"], set=name, metric="accuracy", value=accuracy)
 
@@ -101,18 +93,20 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     return [*parts, "**Always the commonest class**", shown]
 
 
+COMMONEST = 146 / 277  # the share of RTE's commonest class in its development part, the test part
 CLAIMS = [
     Claim(
         name="tuned parameters transfer between like tasks",
         paper="APET",
-        sentence="Parameters tuned on one sentence-pair task score above guessing on another.",
+        sentence="LoRA tuned on one sentence-pair task (MRPC) scores above the commonest class on "
+        "another (RTE).",
         where="Appendix E, Fig. 7",
         number="a figure",
         test=Comparison(
-            "accuracy", {"row": "lora", "set": "MRPC → RTE"}, None, threshold=0.5271, scale=100
+            "accuracy", {"row": "lora", "set": "MRPC → RTE"}, threshold=COMMONEST, scale=100
         ),
         gate=Comparison(
-            "accuracy", {"row": "lora", "set": "RTE → RTE"}, None, threshold=0.5271, scale=100
+            "accuracy", {"row": "lora", "set": "RTE → RTE"}, threshold=COMMONEST, scale=100
         ),
     )
 ]
