@@ -1,7 +1,8 @@
 """Nesting attention heads instead of feed-forward neurons (Appendix F.2).
 
-A MatViT whose granularities use the first 1/4, 1/2, 3/4 and all of every attention's heads, beside
-the feed-forward one, which is recipes.matformer.matvit's own training, used again if it is there.
+A MatViT whose granularities use the first 1/4, 1/2, 3/4 and all heads of every attention, beside
+the MatViT with nested feed-forward networks of recipes.matformer.matvit, which is trained unless it
+is there.
 
     python -m recipes.matformer.heads --jobs 2                   digits, a minute or two on a CPU
     python -m recipes.matformer.heads --preset small --seeds 3   tiny-imagenet of $RECIPES_DATA
@@ -24,7 +25,7 @@ FRACTIONS = [0.25, 0.5, 0.75, 1.0]  # of the heads
 
 
 def declare(run: Run) -> None:
-    """Both trainings of each seed."""
+    """Train and score both."""
     for seed in run.seeds:
         heads = {"model.part": "heads", "model.fractions": FRACTIONS}
         models = {
@@ -60,8 +61,8 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         "between them too.",
         main.markdown(),
         "![accuracy against parameters and multiply-adds](accuracy.png)",
-        "Appendix F.2 nests the heads of language models (MatLM-Attn), so no number of the paper "
-        "stands here.",
+        "Appendix F.2 nests the heads of language models (MatLM-Attn), so there is no number of "
+        "the paper to compare with.",
     ]
 
 

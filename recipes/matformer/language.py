@@ -1,4 +1,4 @@
-"""Trained language models of this method: how to take them and score them side by side."""
+"""Loads trained language models, takes submodels of them, and scores them side by side."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -68,7 +68,7 @@ def score(
 
 
 def sizes(model: Any, granularity: Sequence[int] | None) -> dict[str, int]:
-    """Parameters of a submodel, of a plain model with None; with and without embeddings."""
+    """Parameters of a submodel (of a plain model with None), with and without embeddings."""
     small = model if granularity is None else extract(model, granularity)
     return {"parameters": count_parameters(small), "non_embedding": count_non_embedding(small)}
 

@@ -4,7 +4,7 @@ Trains, at equal tokens, MatLM with sampled granularities (the paper), four inde
 joint training of all granularities (DynaBERT) and a random granularity per layer (OFA); further
 rows draw granularities with other probabilities (Table 6) or nest attention heads (Appendix F.2).
 Then it scores every granularity and the Mix'n'Match sizes between them, compares Mix'n'Match with
-other orders, least slope and search, and fits the scaling law over widths.
+other orders, with search and with layers of S and XL only, and fits the scaling law over widths.
 
     python -m recipes.matformer.matlm                              installed Python, about a minute
     python -m recipes.matformer.matlm --preset small --seeds 3 --jobs 2
@@ -54,7 +54,7 @@ XL_BEATS_S = Comparison(
     {"row": INDEPENDENT, "set": "S"},
     {"row": INDEPENDENT, "set": "XL"},
     0.02,
-    where={"set": ["S", "XL"]},  # one gate for all sets, and not one for each
+    where={"set": ["S", "XL"]},  # naming sets makes it one gate for all sets, not one for each
     digits=3,
 )
 METRICS = {"loss": "loss", "agreement": "equal greedy tokens, %", "kl": "KL(XL ‖ submodel), nats"}
@@ -75,66 +75,71 @@ def _mean(a: str, b: str) -> Comparison:
 
 CLAIMS = [
     _claim(
-        "XL as good", "MatLM's XL is as good as an XL trained alone (loses at most 0.01 nats).",
-        "Table 6, 850M", "2.846 against 2.840", _loss((INDEPENDENT, "XL"), ("matlm", "XL"), -0.01),
+        "XL as good", "The loss of MatLM's XL is at most 0.01 nats above that of an XL trained "
+        "alone.", "Table 6, 850M", "2.846 against 2.840",
+        _loss((INDEPENDENT, "XL"), ("matlm", "XL"), -0.01),
     ),
     _claim(
-        "small sizes better", "MatLM's S, M and L are better than models trained alone.",
+        "small sizes better", "MatLM's S, M and L have a lower loss than models trained alone.",
         "Table 6, 850M", "2.970 / 2.934 / 2.886 against 3.017 / 2.971 / 2.910",
         *(_loss((INDEPENDENT, size), ("matlm", size)) for size in ("S", "M", "L")),
     ),
     _claim(
-        "Mix'n'Match between", "Mix'n'Match sizes lie on the line between the trained ones "
-        "(at most 0.01 nats above it).", "Figure 2", "",
+        "Mix'n'Match between", "The loss of Mix'n'Match sizes is on average at most 0.01 nats "
+        "above the line between the trained sizes.", "Fig. 2", "a curve",
         Comparison("below the line", "matlm", None, -0.01, digits=4),
     ),
     _claim(
-        "consistency", "Submodels agree with XL more often than models trained alone do.",
-        "Section 3.4, Figure 2c", "",
+        "consistency", "MatLM's S is closer to its XL than an S trained alone to an XL trained "
+        "alone: more equal greedy tokens, a lower KL divergence.",
+        "Section 3.4, Fig. 2c", "a curve",
         Comparison("agreement", {"row": "matlm", "set": "S"}, {"row": INDEPENDENT, "set": "S"},
                    scale=100),
         Comparison("kl", {"row": INDEPENDENT, "set": "S"}, {"row": "matlm", "set": "S"}, digits=4),
     ),
     _claim(
-        "sampling beats DynaBERT", "At equal tokens, sampling is better than joint training with "
-        "a quarter of the updates.", "Appendix B.4", "0.01 nats", _mean("joint", "matlm"),
+        "sampling beats DynaBERT", "At equal tokens, sampling has a lower mean loss than joint "
+        "training, which makes a quarter of the updates (DynaBERT).", "Appendix B.4", "0.01 nats",
+        _mean("joint", "matlm"),
     ),
     _claim(
-        "OFA is bell-shaped", "A random granularity per layer is worse near S and XL.",
-        "Appendix B.4", "", _loss(("per_layer", "S"), ("matlm", "S")),
-        _loss(("per_layer", "XL"), ("matlm", "XL")),
+        "OFA is bell-shaped", "A random granularity for each layer (OFA) has a higher loss at S "
+        "and at XL.", "Appendix B.4", "a bell-shaped curve of losses",
+        _loss(("per_layer", "S"), ("matlm", "S")), _loss(("per_layer", "XL"), ("matlm", "XL")),
     ),
     _claim(
-        "least slope", "Neighbouring granularities are better than S and XL at like size.",
-        "Section 3.3", "", Comparison("loss at budget", "steep", "increase", mean_over="set",
-                                      digits=4),
+        "least slope", "Layers of neighbouring granularities have a lower loss than layers of S "
+        "and XL only, with no more hidden neurons.", "Section 3.3", "not given",
+        Comparison("loss by slope", "ends", "least_slope", mean_over="set", digits=4),
     ),
     _claim(
-        "increasing order", "Granularities that rise with depth are better than falling ones.",
-        "Appendix D.1", "", Comparison("loss at budget", "decrease", "increase", mean_over="set",
-                                       where={"set": list(BUDGETS)[1:]}, digits=4),
+        "increasing order", "Granularities that rise with depth have a lower loss than the same "
+        "falling with depth.", "Appendix D.1", "not given",
+        Comparison("loss at budget", "decrease", "increase", mean_over="set",
+                   where={"set": list(BUDGETS)[1:]}, digits=4),
     ),
     _claim(
-        "no search needed", "Mix'n'Match is better than evolutionary search.", "Table 5",
+        "no search needed", "Mix'n'Match has a lower loss than evolutionary search within the same "
+        "budget.", "Table 5",
         "2.931 / 2.926 / 2.900 / 2.865 against 2.944 / 2.932 / 2.910 / 2.874",
         Comparison("loss at budget", "search", "increase", mean_over="set", digits=4),
     ),
     _claim(
-        "probabilities", "Drawing XL more often makes it better and S worse.", "Table 6",
+        "probabilities", "Drawing XL more often lowers its loss and raises that of S.", "Table 6",
         "XL 2.829 against 2.846, S 3.010 against 2.970",
         _loss(("matlm", "XL"), ("p .17/.20/.22/.41", "XL")),
         _loss(("p .17/.20/.22/.41", "S"), ("matlm", "S")),
     ),
     _claim(
-        "drafts", "S drafts for its own XL with more tokens accepted than an S trained alone for "
-        "an XL trained alone.", "Table 2", "",
+        "drafts", "XL accepts more of the tokens that its own S drafts than an XL trained alone "
+        "accepts from an S trained alone.", "Table 2", "not given",
         Comparison("acceptance", "matlm", INDEPENDENT, scale=100),
     ),
 ]  # fmt: skip
 
 
 def declare(run: Run) -> None:
-    """Train every row, then look at them."""
+    """Train every row, and measure it."""
     main = [*NESTED, INDEPENDENT, *PROBABILITIES]
     rows = run.rows([*main, "widths"], ROWS.get(run.preset, main))
     for seed in run.seeds:
@@ -281,17 +286,28 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     if shown := [row for row in titles if (main["row"] == row).any()]:
         paragraphs += _by_size(main, {row: titles[row] for row in shown}, run)
     if len(orders := select(table, {"metric": "loss at budget"})):
-        names = [*ORDERS, "steep", "search"]
+        names = [*ORDERS, "search"]
         columns = [Column(name, "loss at budget", {"row": name}, digits=4) for name in names]
         errors = select(table, {"row": "search", "set": ""}).groupby("metric")["value"].mean()
+        slopes = {"least_slope": "least slope", "ends": "S and XL only"}
+        beside = [
+            *(Column(t, "loss by slope", {"row": r}, digits=4) for r, t in slopes.items()),
+            *(
+                Column(f"{t}: hidden neurons", "hidden neurons", {"row": r}, digits=0, spread="")
+                for r, t in slopes.items()
+            ),
+        ]
+        sloped = select(table, {"row": list(slopes)})
         paragraphs += [
-            "## Mix'n'Match beside other orders, least slope and search",
-            "Loss on every other window of the validation text. Mix'n'Match is `increase`; `steep` "
-            "is S … S, XL … XL within the same budget of hidden neurons. The search learned from "
-            "the other windows; the held-out mean squared error of its predictor is "
-            f"{errors['predictor_mse']:.2g}, that of predicting the mean "
+            "## Mix'n'Match beside other orders and beside search",
+            "Loss on every other window of the validation text. Mix'n'Match is `increase`. The "
+            "search learned from the other windows; the held-out mean squared error of its "
+            f"predictor is {errors['predictor_mse']:.2g}, that of always predicting the mean "
             f"{errors['predictor_mse of the mean']:.2g}.",
             tabulate(orders, None, columns, index="set").markdown(),
+            "Least slope against none at all (Section 3.3): Mix'n'Match within the hidden neurons "
+            "of a model of S and XL layers, so that it is never the larger of the two.",
+            tabulate(sloped, None, beside, index="set", heading="S and XL").markdown(),
         ]
     return paragraphs + fit_report(table, run, {"matlm": NESTED["matlm"], INDEPENDENT: INDEPENDENT})
 

@@ -1,34 +1,25 @@
-"""What is measured of trained language models: sizes, consistency, drafts and orders."""
+"""Measurements of trained language models: sizes, consistency, drafts, Mix'n'Match orders."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 import numpy as np
 import torch
-from torch.utils.data import Subset
 
-from datamodules.loading import build_loader
-from lightning_modules.matformer import arrange
+from lightning_modules.matformer import arrange, mix_and_match
 from lightning_modules.matformer.mix_and_match import Order
 from lightning_modules.matformer.nest import nesting_of
 from lightning_modules.matformer.search import evolve, fit_predictor, sample_configurations
 from lightning_modules.matformer.speculative import SpeculationRecord, speculative_generate
 from recipes.experiment import Measuring
-from recipes.matformer.language import (
-    device,
-    load,
-    plain,
-    rows_of,
-    score,
-    sizes,
-    submodels,
-)
-from recipes.matformer.submodels import ladder
+from recipes.matformer.language import load, plain, rows_of, score, sizes, submodels
+from recipes.matformer.submodels import halves, ladder
+from recipes.nodes import device
 from recipes.results import Row
 
 INDEPENDENT = "independent"
 BETWEEN = 3  # Mix'n'Match sizes between neighbouring granularities
-# Table 5: the share of layers that are one granularity larger than the rest
+# Table 5: the smaller granularity, and the share of layers that are one granularity larger
 BUDGETS = {"M": (1, 0.0), "M 3/4 + L 1/4": (1, 0.25), "M 5/16 + L 11/16": (1, 0.6875),
            "L 1/2 + XL 1/2": (2, 0.5)}  # fmt: skip
 ORDERS: tuple[Order, ...] = get_args(Order)
@@ -76,7 +67,7 @@ def _named(values: dict[str, Any], suffix: str) -> dict[str, Any]:
 
 
 def tokens(m: Measuring, name: str) -> int:
-    """Tokens that a stage trained on."""
+    """The number of tokens that a stage trained on."""
     settings = m.stages[name].settings
     batch = settings.data.init_args.batch_size * settings.trainer.accumulate_grad_batches
     return settings.trainer.max_steps * batch * settings.data.init_args.length
@@ -84,7 +75,10 @@ def tokens(m: Measuring, name: str) -> int:
 
 @torch.no_grad()
 def measure_drafts(m: Measuring) -> Iterator[Row]:
-    """How many drafted tokens XL accepts: of its own S, and of an S trained alone (Table 2)."""
+    """The share of drafted tokens that XL accepts, from its own S or one trained alone (Table 2).
+
+    MatLM's S also drafts with a cache of its own, to see what the shared cache changes.
+    """
     pairs: dict[str, tuple[Any, Any]] = {}
     if "model" in m.stages:
         pairs["matlm"] = (load(m.stages["model"].checkpoint), "S")
@@ -104,19 +98,15 @@ def measure_drafts(m: Measuring) -> Iterator[Row]:
 
 
 def measure_orders(m: Measuring) -> Iterator[Row]:
-    """Mix'n'Match beside other orders of the same layers, least slope, and evolutionary search.
+    """Mix'n'Match beside other orders of the same layers, search, and layers of S and XL only.
 
     Section 3.3, Appendix D.1, at Table 5's budgets. The search learns from losses on every other
-    window of the validation text; all are compared on the remaining windows.
+    window of the validation text; all are compared on the remaining windows. S and XL only (`ends`)
+    is compared with Mix'n'Match within the hidden neurons that it has (`least_slope`), since in few
+    layers it can be far below a budget.
     """
     model, data = load(m.stages["model"].checkpoint), m.datamodule("model")
-    windows = data.samples("val")
-    learn, judge = (
-        build_loader(
-            Subset(windows, range(part, len(windows), 2)), data.eval_batch_size, training=False
-        )
-        for part in (0, 1)
-    )
+    learn, judge = halves(data.samples("val"), data.eval_batch_size)
     nesting, vocabulary = nesting_of(model), model.config.vocab_size
     layers, widths = len(nesting.layers), nesting.layers[0].widths
     largest = [len(widths) - 1] * layers
@@ -126,23 +116,27 @@ def measure_orders(m: Measuring) -> Iterator[Row]:
     predictor = fit_predictor(pairs, losses, m.seed)
     yield Row("search", "predictor_mse", predictor.mse)
     yield Row("search", "predictor_mse of the mean", predictor.baseline_mse)
+
+    def neurons(configuration: Sequence[int]) -> int:
+        return sum(widths[index] for index in configuration)
+
+    def compared(chosen: dict[str, list[int]], metric: str, name: str) -> Iterator[Row]:
+        configurations = {tuple(one): None for one in (largest, *chosen.values())}
+        scores = score(submodels(model, configurations), judge, vocabulary)
+        for row, configuration in chosen.items():
+            yield Row(row, metric, scores[nesting.label(configuration)]["loss"], set=name)
+            yield Row(row, "hidden neurons", neurons(configuration), set=name)
+
+    counts = set()
     for title, (level, share) in BUDGETS.items():
         raised = round(layers * share)
         mix = [level] * (layers - raised) + [level + 1] * raised
-        budget = sum(widths[index] for index in mix)
         chosen: dict[str, list[int]] = {order: arrange(mix, order) for order in ORDERS}
-        chosen["steep"] = steep(widths, layers, budget)
-        chosen["search"] = evolve(predictor, [widths] * layers, budget, seed=m.seed)
-        configurations = {tuple(one): None for one in ([largest, *chosen.values()])}
-        scores = score(submodels(model, configurations), judge, vocabulary)
-        for name, configuration in chosen.items():
-            label = nesting.label(configuration)
-            yield Row(name, "loss at budget", scores[label]["loss"], set=title)
-            cost = sum(widths[index] for index in configuration)
-            yield Row(name, "hidden neurons", cost, set=title)
-
-
-def steep(widths: tuple[int, ...], layers: int, budget: int) -> list[int]:
-    """The largest slope within a budget: layers of S, then layers of XL."""
-    raised = (budget - layers * widths[0]) // (widths[-1] - widths[0])
-    return [0] * (layers - raised) + [len(widths) - 1] * raised
+        chosen["search"] = evolve(predictor, [widths] * layers, neurons(mix), seed=m.seed)
+        yield from compared(chosen, "loss at budget", title)
+        counts.add(max(1, (neurons(mix) - layers * widths[0]) // (widths[-1] - widths[0])))
+    for count in sorted(counts):  # layers of XL, the others of S
+        ends = [0] * (layers - count) + [len(widths) - 1] * count
+        least_slope = mix_and_match([widths] * layers, neurons(ends))
+        chosen = {"ends": ends, "least_slope": least_slope}
+        yield from compared(chosen, "loss by slope", nesting.label(ends))

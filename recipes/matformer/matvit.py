@@ -1,17 +1,17 @@
 """MatViT: one elastic vision Transformer beside the models it replaces.
 
-Trains MatViT with sampled granularities (the paper) and four independent ViTs, each until it has
-learnt what it can; joint training of all granularities, on the same batch (the released code) or
-on a piece of the batch each (DynaBERT), and a random granularity for each layer (OFA). Then scores
-every granularity, the Mix'n'Match sizes between them and the baselines.
+Trains MatViT with sampled granularities (the paper) and four independent ViTs; also, as baselines,
+joint training of all granularities on the same batch (the released code) or on a quarter of the
+batch each (DynaBERT), and a random granularity for each layer (OFA). Then scores every granularity,
+the Mix'n'Match sizes between them and the baselines.
 
     python -m recipes.matformer.matvit --jobs 2                      digits, minutes on a CPU
     python -m recipes.matformer.matvit --preset small --seeds 3      tiny-imagenet of $RECIPES_DATA
     python -m recipes.matformer.matvit --preset paper --data.root /data/imagenet
-    python -m recipes.matformer.matvit --rows matvit,independent     the two that matter most
+    python -m recipes.matformer.matvit --rows matvit,independent     the paper's main comparison
 
-An independent model trains for X epochs; MatViT and the others that sample for 4X (Appendix B.3),
-which is what `max_epochs` of the file says.
+MatViT trains for 4X epochs, which is the file's `max_epochs`, and an independent model for X
+(Appendix B.3).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,9 +19,7 @@ from typing import Any, get_args
 
 import pandas as pd
 import torch
-from torch.utils.data import Subset
 
-from datamodules.loading import build_loader
 from lightning_modules.backbones import build_vision
 from lightning_modules.matformer import arrange, layer_costs, mix_and_match
 from lightning_modules.matformer.mix_and_match import Order
@@ -29,7 +27,7 @@ from lightning_modules.matformer.nest import GRANULARITIES, nesting_of
 from lightning_modules.matformer.search import evolve, fit_predictor, sample_configurations
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
-from recipes.matformer.submodels import ladder, load, rows_of, score, submodel
+from recipes.matformer.submodels import halves, ladder, load, rows_of, score, submodel
 from recipes.messages import console
 from recipes.nodes import Node, Stage
 from recipes.plots import scatter
@@ -41,7 +39,7 @@ ROWS = {
     "matvit": "MatViT (sampled)",
     "independent": "independent ViTs",
     "joint": "joint, same batch",
-    "dynabert": "joint, a piece each (DynaBERT)",
+    "dynabert": "joint, a quarter each (DynaBERT)",
     "per_layer": "per layer (OFA)",
 }
 BETWEEN = 3  # Mix'n'Match sizes between neighbouring granularities
@@ -52,7 +50,7 @@ COUNT = len(GRANULARITIES)
 
 
 def declare(run: Run) -> None:
-    """The trainings of each seed, and what is measured of them."""
+    """Train every row, and measure it."""
     rows = run.rows(ROWS)
     for seed in run.seeds:
         for row in rows:
@@ -75,9 +73,9 @@ def nested(run: Run, row: str, seed: int) -> Stage:
         "per_layer": {"trainer.callbacks": [sampler(per_layer=True)]},
     }
     derived: dict[str, dict[str, Callable[[Any], Any]]] = {
-        # every image goes through all granularities: X epochs are the updates of the independents
+        # every image goes through all granularities: X epochs, as many updates as an independent
         "joint": quarter(),
-        # batches four times as large: 4X epochs are as many updates
+        # batches four times as large: 4X epochs, again as many updates as an independent
         "dynabert": {"data.batch_size": lambda s: s.data.init_args.batch_size * COUNT},
     }
     return run.stage(row, "matvit", seed, varied=varied[row], derived=derived.get(row))
@@ -89,12 +87,12 @@ def sampler(**settings: Any) -> dict[str, Any]:
 
 
 def quarter() -> dict[str, Callable[[Any], Any]]:
-    """X epochs, where the file says 4X."""
+    """Settings that train for X epochs, where the file says 4X."""
     return {"trainer.max_epochs": epochs, "trainer.check_val_every_n_epoch": interval}
 
 
 def epochs(settings: Any) -> int:
-    """X.
+    """X, a quarter of the file's epochs.
 
     Raises:
         ValueError: if it is not a whole number.
@@ -103,13 +101,13 @@ def epochs(settings: Any) -> int:
     if total % COUNT:
         raise ValueError(
             f"trainer.max_epochs {total} must be a multiple of {COUNT}: an independent model "
-            "trains for that share of it"
+            "trains for a quarter of it"
         )
     return total // COUNT
 
 
 def interval(settings: Any) -> int:
-    """Epochs between validations, likewise."""
+    """Epochs between validations, likewise a quarter of the file's."""
     return max(1, settings.trainer.check_val_every_n_epoch // COUNT)
 
 
@@ -148,7 +146,7 @@ def independents(
 
 
 def narrow(place: int) -> Callable[[Any], dict[str, Any]]:
-    """Arguments of a plain model that is as wide as a granularity; `fractions` are the paper's."""
+    """Arguments of a plain model as wide as a granularity of the paper's fractions, 1/8 to 1."""
 
     def arguments(settings: Any) -> dict[str, Any]:
         model = settings.model.init_args
@@ -197,7 +195,7 @@ def measure_orders(m: Measuring) -> Iterator[Row]:
     the remaining ones.
     """
     data, model = m.datamodule("model"), load(m.stages["model"].checkpoint)
-    learn, judge = halves(data)
+    learn, judge = halves(data.val_set, data.eval_batch_size)
     costs, _ = layer_costs(model, "parameters")
     layers, sizes = len(costs), len(costs[0])
 
@@ -234,18 +232,6 @@ def measure_orders(m: Measuring) -> Iterator[Row]:
             yield Row(row=row, set=name, metric="cost", value=cost(chosen[row]))
 
 
-def halves(data: Any) -> tuple[Any, Any]:
-    """Two loaders of every other validation image: to learn from, and to compare on."""
-    images = data.val_set
-    first, second = (
-        build_loader(
-            Subset(images, range(part, len(images), 2)), data.eval_batch_size, training=False
-        )
-        for part in (0, 1)
-    )
-    return first, second
-
-
 def report(table: pd.DataFrame, run: Run) -> list[str]:
     """Accuracy, agreement, divergence, and the orders of Mix'n'Match."""
     methods = {row: title for row, title in ROWS.items() if row in set(table["row"])}
@@ -267,9 +253,9 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         provenance(run.command, table),
         "Validation accuracy in %, mean ± standard deviation over seeds; parameters and "
         "multiply-adds without the classifier. Labels with `*` are Mix'n'Match sizes: `M*3+L*3` "
-        "is three layers of M, then three of L. Each independent model trained for X epochs, "
-        "MatViT, DynaBERT and the per-layer row on 4X epochs of images, joint training for X "
-        "epochs with every image through all granularities.",
+        "is three layers of M, then three of L. Each independent model trained for X epochs; "
+        "MatViT, DynaBERT and the per-layer row for 4X epochs; joint training for X epochs with "
+        "every image through all granularities.",
         main.markdown(),
         "![accuracy against parameters and multiply-adds](accuracy.png)",
         "## Agreement with the largest model of the same training",
@@ -282,13 +268,13 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
 
 
 def size_columns(table: pd.DataFrame, methods: dict[str, str]) -> list[str]:
-    """The labels of all sizes that were scored, from the smallest."""
+    """The labels of all scored sizes, the smallest first."""
     scored = select(table, {"row": list(methods), "metric": "macs"})
     return list(unique(scored.sort_values("value", kind="stable"), "set"))
 
 
 def size_costs(row: str | list[str] = "matvit") -> list[Column]:
-    """Columns of what a size costs."""
+    """Columns of each size's parameters and multiply-adds."""
     return [
         Column("parameters", "parameters", {"row": row}, digits=0, spread=""),
         Column("multiply-adds, M", "macs", {"row": row}, scale=1e-6, digits=2, spread=""),
@@ -355,8 +341,8 @@ CLAIMS = [
     Claim(
         name=f"MatViT {size} ≥ independent {size}",
         paper="MatFormer",
-        sentence=f"MatViT's {size} is as accurate as an independent ViT of its size (within half "
-        "a point), from one training.",
+        sentence=f"MatViT's {size} is at most half a point less accurate than an independent ViT "
+        "of its size.",
         where="Section 4.2, Fig. 4",
         number="B/16: on par or better, by up to 0.35 points",
         test=Comparison(
@@ -370,8 +356,8 @@ CLAIMS = [
     Claim(
         name="sampled > DynaBERT",
         paper="MatFormer",
-        sentence="At equal data, sampling one granularity a step beats a piece of the batch for "
-        "each.",
+        sentence="At equal data, sampling one granularity at each step has a lower mean loss than "
+        "training each on a quarter of the batch (DynaBERT).",
         where="Appendix B.4",
         number="0.01 log-perplexity at 850M",
         test=Comparison("loss", "dynabert", "matvit", where=FOUR, mean_over="set", digits=4),
@@ -379,17 +365,19 @@ CLAIMS = [
     Claim(
         name="sampled > per layer at S and XL",
         paper="MatFormer",
-        sentence="Drawing each layer's granularity by itself (OFA) is worse near S and XL.",
+        sentence="A random granularity for each layer (OFA) has a higher loss at S and at XL.",
         where="Appendix B.4",
         number="a bell-shaped curve of losses",
-        test=Comparison(
-            "loss", "per_layer", "matvit", where={"set": ["S", "XL"]}, mean_over="set", digits=4
-        ),
+        test=[
+            Comparison("loss", "per_layer", "matvit", where={"set": size}, digits=4)
+            for size in ("S", "XL")
+        ],
     ),
     Claim(
         name="least slope > S and XL only",
         paper="MatFormer",
-        sentence="At like size, layers of neighbouring granularities beat S and XL layers.",
+        sentence="Layers of neighbouring granularities have a lower loss than layers of S and XL "
+        "only, with no more parameters.",
         where="Section 3.3",
         number="not given",
         test=Comparison(
@@ -397,9 +385,9 @@ CLAIMS = [
         ),
     ),
     Claim(
-        name="Mix'n'Match ≥ search",
+        name="Mix'n'Match > search",
         paper="MatFormer",
-        sentence="Mix'n'Match is at least as good as evolutionary search.",
+        sentence="Mix'n'Match has a lower loss than evolutionary search within the same budget.",
         where="Appendix D.1, Table 5",
         number="2.926 against 2.932 (245M)",
         test=Comparison(
@@ -409,9 +397,9 @@ CLAIMS = [
     Claim(
         name="MatViT S agrees with XL",
         paper="MatFormer",
-        sentence="A nested S answers as its XL does more often than an independent S answers as an "
-        "independent XL.",
-        where="Section 3.4, Fig. 3",
+        sentence="MatViT's S predicts the same class as its XL more often than an independent S "
+        "agrees with an independent XL.",
+        where="Section 3.4, Fig. 2c (language models)",
         number="a curve",
         test=Comparison(
             "agreement", {"row": "matvit", "set": "S"}, {"row": "independent", "set": "S"},

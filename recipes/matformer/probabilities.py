@@ -1,7 +1,8 @@
 """How often to train which granularity: the five rows of Table 6, each a MatViT.
 
-Favouring XL improves it at the cost of S, and the other way round. The row of equal probabilities
-is recipes.matformer.matvit's own training, used again if it is there.
+In the paper, drawing XL more often improves XL at the cost of S, and the other way round. The row
+of equal probabilities is the MatViT of recipes.matformer.matvit, which is trained unless it is
+there.
 
     python -m recipes.matformer.probabilities --jobs 2           digits, minutes on a CPU
     python -m recipes.matformer.probabilities --preset small     tiny-imagenet of $RECIPES_DATA
@@ -11,7 +12,6 @@ is recipes.matformer.matvit's own training, used again if it is there.
 from collections.abc import Sequence
 
 import pandas as pd
-from matplotlib import pyplot as plt
 
 from lightning_modules.matformer.nest import GRANULARITIES
 from recipes.claims import Claim, Comparison
@@ -19,7 +19,7 @@ from recipes.experiment import Experiment, Run
 from recipes.matformer import matvit
 from recipes.messages import console
 from recipes.nodes import Stage
-from recipes.plots import save_plot
+from recipes.plots import plt, save_plot
 from recipes.results import by_seed, provenance
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
@@ -37,12 +37,12 @@ UNIFORM = (0.25, 0.25, 0.25, 0.25)
 
 
 def name(row: Sequence[float]) -> str:
-    """Such as ".44/.31/.15/.10"."""
+    """A row's name, such as ".44/.31/.15/.10"."""
     return "/".join(f"{p:.2f}".removeprefix("0") for p in row)
 
 
 def declare(run: Run) -> None:
-    """A training of each seed and row."""
+    """Train and score every row."""
     chosen = run.rows(map(name, TABLE_6))
     for seed in run.seeds:
         for row in TABLE_6:
@@ -101,7 +101,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
 
 
 def columns(metric: str, scale: float, digits: int) -> list[Column]:
-    """One for each size."""
+    """A column for each size."""
     return [
         Column(size, metric, {"set": size}, scale=scale, digits=digits) for size in GRANULARITIES
     ]

@@ -1,4 +1,4 @@
-"""The scaling law of language models, fitted to the tidy table.
+"""The scaling law of language models, fitted to the losses in the tidy table.
 
 MatFormer (arXiv 2310.07707), Section 4.1 and Table 3: Loss(N, D) = a · (N·D)^b + c, with N the
 parameters without embeddings and D the tokens of the training.
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from matplotlib import pyplot as plt
 from numpy.typing import NDArray
 from scipy.optimize import OptimizeWarning, curve_fit
 
 from recipes.experiment import Run
+from recipes.plots import plt, save_plot
 from recipes.tables import Table
 
 PAPER = {"matlm": (21.60, -0.13, 1.33), "independent": (14.08, -0.10, 0.89)}  # Table 3
@@ -40,8 +40,9 @@ def law(compute: NDArray[np.float64], a: float, b: float, c: float) -> NDArray[n
 def fit(compute: NDArray[np.float64], losses: NDArray[np.float64]) -> Fit:
     """Least squares for a, b and c.
 
-    The scale of N·D is taken out first, so that a (the law at N·D = 1, far outside the data) does
-    not hide b and c from the optimiser; its error is that of the whole transformation.
+    N·D is divided by its geometric mean first: a is the first term at N·D = 1, far outside the
+    data, where the optimiser could not tell it from b. a and its standard error are then converted
+    back.
 
     Args:
         compute: N·D of each model.
@@ -51,7 +52,7 @@ def fit(compute: NDArray[np.float64], losses: NDArray[np.float64]) -> Fit:
         ValueError: there are fewer than four models, or they do not follow such a law.
     """
     if len(losses) < 4:
-        raise ValueError(f"{len(losses)} models, expected four or more for a law of three numbers")
+        raise ValueError(f"{len(losses)} models: expected four or more to fit three parameters")
     centre = float(np.exp(np.log(compute).mean()))
     start = (max(float(np.ptp(losses)), 1e-3), -0.1, float(losses.min()) - 0.1)
     bounds = ([0, -2, 0], [np.inf, 0, np.inf])
@@ -72,10 +73,10 @@ def fit(compute: NDArray[np.float64], losses: NDArray[np.float64]) -> Fit:
 
 
 def points(table: pd.DataFrame, row: str) -> pd.DataFrame:
-    """N·D and loss of every size of a method, each seed by itself."""
+    """N·D and loss of every size of a method, one line for each seed."""
     lines = table[(table["row"] == row) & table["metric"].isin(["loss", "non_embedding", "tokens"])]
     wide = lines.pivot_table(index=["seed", "set"], columns="metric", values="value").dropna()
-    # the same training may stand there as a main row and as a width
+    # a training at full width is in the table twice: as a main row, and as a width
     wide["compute"] = wide["non_embedding"] * wide["tokens"]
     return wide.reset_index().drop_duplicates(["seed", "compute", "loss"])
 
@@ -105,9 +106,7 @@ def fit_report(table: pd.DataFrame, run: Run, titles: Mapping[str, str]) -> list
         rows.append([title, str(len(found)), *cells, f"{law_of_row.rmse:.2g}", paper])
     axis.set(xscale="log", xlabel="N·D", ylabel="validation loss, nats a token")
     axis.legend()
-    figure.tight_layout()
-    figure.savefig(run.out / "scaling.png", dpi=150)
-    plt.close(figure)
+    save_plot(figure, run.out / "scaling.png")
     header = ["", "models", "a", "b", "c", "error of the fit", "paper's a / b / c"]
     return [
         "## Scaling law",

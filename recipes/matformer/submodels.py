@@ -1,15 +1,18 @@
-"""Submodels of trained models: how to take them, and score them side by side."""
+"""Takes submodels of trained models and scores them side by side."""
 
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import track
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset
 
+from datamodules.loading import build_loader
 from lightning_modules.backbones import feature_vector
 from lightning_modules.counting import count_macs, count_parameters
 from lightning_modules.matformer import MatViT, extract, layer_costs, mix_and_match
@@ -48,9 +51,9 @@ def load(checkpoint: Path) -> nn.Module:
 def submodel(
     model: nn.Module, image_size: int, granularity: Sequence[int] | None, label: str = "all"
 ) -> Submodel:
-    """A submodel of a nested model, or with None the whole of a plain one, called `label`.
+    """A submodel of a nested model; or, with granularity None, a plain model, named `label`.
 
-    It shares the model's weights; its sizes are those of the extracted model.
+    It shares the model's weights; parameters and multiply-adds are the extracted model's.
     """
     plain = model if granularity is None else extract(model, granularity)
     body = headless(plain)
@@ -81,7 +84,7 @@ def headless(model: nn.Module) -> nn.Module:
 
 
 def ladder(model: nn.Module, between: int) -> list[list[int]]:
-    """Configurations from the smallest to the largest: uniform ones, Mix'n'Match in between.
+    """Configurations from the smallest to the largest: uniform ones and Mix'n'Match between them.
 
     Args:
         model: nested.
@@ -96,6 +99,15 @@ def ladder(model: nn.Module, between: int) -> list[list[int]]:
             if mix not in chosen:
                 chosen.append(mix)
     return [*chosen, [len(uniform) - 1] * len(costs)]
+
+
+def halves(samples: Any, batch_size: int) -> tuple[DataLoader, DataLoader]:
+    """Loaders of every other sample: one half to learn from, the other to compare on."""
+    first, second = (
+        build_loader(Subset(samples, range(part, len(samples), 2)), batch_size, training=False)
+        for part in (0, 1)
+    )
+    return first, second
 
 
 @torch.no_grad()

@@ -189,7 +189,7 @@ def test_the_search_learns_on_other_images_than_it_is_judged_on():
     from datamodules import DigitsData
 
     data = DigitsData(batch_size=64, eval_batch_size=600, seed=1)
-    learn, judge = (next(iter(loader))[0] for loader in matvit.halves(data))
+    learn, judge = (next(iter(loader))[0] for loader in matvit.halves(data.val_set, 600))
     assert len(learn) + len(judge) == len(data.val_set) and abs(len(learn) - len(judge)) <= 1
     learned = {image.numpy().tobytes() for image in learn}
     twice = sum(image.numpy().tobytes() in learned for image in judge)
@@ -215,14 +215,14 @@ def test_the_orders_are_judged_on_the_second_half(monkeypatch):
         checkpoint = "x"
 
     first, second = object(), object()
-    data = type("Data", (), {"image_size": 8})()
+    data = type("Data", (), {"image_size": 8, "val_set": None, "eval_batch_size": 1})()
     import timm
 
     from lightning_modules.matformer import nest
 
     vit = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 3, "num_heads": 2}
     model = nest(timm.create_model("vit_tiny_patch16_224", num_classes=3, **vit))
-    monkeypatch.setattr(matvit, "halves", lambda data: (first, second))
+    monkeypatch.setattr(matvit, "halves", lambda samples, batch_size: (first, second))
     monkeypatch.setattr(matvit, "load", lambda checkpoint: model)
     monkeypatch.setattr(matvit, "score", record)
     monkeypatch.setattr(Measuring, "datamodule", lambda self, name: data)

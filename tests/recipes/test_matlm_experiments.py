@@ -83,8 +83,15 @@ def test_orders_cost_the_same_and_search_is_within_the_budget(trained):
     for budget in matlm.BUDGETS:
         same = {neurons[order, budget] for order in matlm.ORDERS}
         assert len(same) == 1
-        assert neurons["search", budget] <= min(same) and neurons["steep", budget] <= min(same)
-        assert all(0 < loss[name, budget] < 7 for name in (*matlm.ORDERS, "steep", "search"))
+        assert neurons["search", budget] <= min(same)
+        assert all(0 < loss[name, budget] < 7 for name in (*matlm.ORDERS, "search"))
+    slopes = values(table, "loss by slope")
+    names = {name for _, name in slopes}
+    assert len(names) == 2 and slopes.keys() == {
+        (row, name) for row in ("ends", "least_slope") for name in names
+    }
+    for name in names:  # of like size, and least slope is never the larger
+        assert 0.75 <= neurons["least_slope", name] / neurons["ends", name] <= 1
     assert 0 <= values(table, "acceptance")["matlm", ""] <= 1
 
 
@@ -124,9 +131,12 @@ def paper_like(gap):
             lines.append(Row(row, "acceptance", agreement + noise.normal(0, 1e-4)))
         lines.append(Row("matlm", "below the line", noise.normal(0, 1e-4)))
         for budget in matlm.BUDGETS:
-            for place, name in enumerate(("increase", "search", "decrease", "steep")):
+            for place, name in enumerate(("increase", "search", "decrease")):
                 value = 3 + 0.01 * place + noise.normal(0, 1e-4)
                 lines.append(Row(name, "loss at budget", value, budget))
+        for place, name in enumerate(("least_slope", "ends")):
+            value = 3 + 0.01 * place + noise.normal(0, 1e-4)
+            lines.append(Row(name, "loss by slope", value, "S*2+XL*2"))
         tables.append(tidy(lines, "matformer.matlm", "small", seed))
     return pd.concat(tables)
 
@@ -152,7 +162,7 @@ def test_the_law_is_found_again():
     for value, error, true in zip(found.values, found.errors, (21.6, -0.13, 1.33), strict=True):
         assert abs(value - true) < 4 * error and 0 < error < 0.2 * abs(true)
     assert found.rmse == pytest.approx(1e-3, rel=0.5)
-    with pytest.raises(ValueError, match="3 models, expected four or more"):
+    with pytest.raises(ValueError, match="3 models: expected four or more"):
         scaling.fit(compute[:3], compute[:3])
 
 
