@@ -11,7 +11,7 @@ weights come from the stage's YAML, or from --model.init_from.
         --data.root /data/coco
     python -m recipes.pela.detection --preset detr --data.root /data/coco
 
-There is no preset in between: this workplace has no COCO.
+There is no preset `small`: COCO was not at hand.
 """
 
 from recipes.experiment import Run

@@ -11,7 +11,6 @@ import pandas as pd
 from lightning_modules.counting import count_macs, count_parameters
 from recipes.experiment import Experiment, Run
 from recipes.nodes import Measuring
-from recipes.records import type_of
 from recipes.results import Row, provenance
 from recipes.tables import Column, tabulate
 
@@ -19,7 +18,7 @@ TITLES = {
     "dense": "dense",
     "direct": "low-rank, direct",
     "repaired": "low-rank, repaired (PELA)",
-    "larger_batch": "the last with a larger batch (PELA+)",
+    "larger_batch": "the row above with a larger batch (PELA+)",
 }
 
 
@@ -30,8 +29,8 @@ class Task:
     Attributes:
         name: of the experiment's file and its stage, such as "segmentation".
         title: of the report.
-        scores: what validation logs, by column of the report; the first is the task's.
-        note: what the paper says, and where this differs.
+        scores: the report's columns, with the metric that validation logs; the main one first.
+        note: the paper's results, and where this experiment differs.
     """
 
     name: str
@@ -41,7 +40,7 @@ class Task:
 
 
 def options(parser: ArgumentParser) -> None:
-    """The arguments of these experiments alone."""
+    """Add the arguments that only these experiments have."""
     add = parser.add_argument
     add("--repaired", metavar="PATH", help="a checkpoint of PELA's repair, as one more backbone")
     add("--larger-batch", type=int, metavar="N", help="images per device of PELA+")
@@ -51,7 +50,7 @@ def experiment(task: Task, file: str, description: str) -> Experiment:
     """The experiment of a task.
 
     Args:
-        task: what is learned.
+        task: detection or segmentation.
         file: the recipe's __file__.
         description: its docstring, shown by --help.
     """
@@ -87,9 +86,9 @@ def declare(task: Task, run: Run) -> None:
 
 
 def as_many_updates(longer: float) -> dict[str, Callable[[Any], Any]]:
-    """Settings that train `longer` times the epochs, as under the paper's fixed iterations.
+    """Settings that train `longer` times the epochs, as with the paper's fixed iterations.
 
-    A run whose steps are counted keeps them.
+    A training whose length is given in steps keeps it.
     """
 
     def epochs(settings: Any) -> int:
@@ -100,7 +99,7 @@ def as_many_updates(longer: float) -> dict[str, Callable[[Any], Any]]:
 
 
 def changes(repaired: str | None, larger_batch: int | None) -> dict[str, dict[str, Any]]:
-    """What each backbone changes of the stage, which factorises dense weights directly."""
+    """Each backbone's changes to the stage, whose file factorises dense weights directly."""
     rows: dict[str, dict[str, Any]] = {"dense": {"model.ratio": None}, "direct": {}}
     if repaired is not None:
         start = {"model.init_from": repaired, "model.pretrained": False}
@@ -114,10 +113,7 @@ def changes(repaired: str | None, larger_batch: int | None) -> dict[str, dict[st
 def measure(m: Measuring) -> Iterator[Row]:
     """The scores of a finished stage, and what its model costs."""
     stage, row = m.stages["stage"], m.settings["row"]
-    module = type_of(stage.settings.model).load_from_checkpoint(
-        stage.checkpoint, map_location="cpu", weights_only=True
-    )
-    module.requires_grad_(False)
+    module = stage.module().requires_grad_(False)
     data = stage.datamodule()
     size = data.image_size
     values = {title: stage.metrics[name] for title, name in m.settings["scores"].items()}

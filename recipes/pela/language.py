@@ -1,10 +1,9 @@
 """A pre-trained decoder made smaller without any training: perplexity against the ratio κ.
 
-PELA starts from plain singular values and repairs them. What does the start lose, and what would
-other starts lose at as many parameters: factors that fit the data (ASVD, SVD-LLM's whitening), the
-latter with ranks by energy, and feed-forward neurons pruned by importance (MatFormer's order)?
-Each is calibrated on one text and scored on another. A seed has calibration windows and test
-windows of its own.
+PELA starts its repair from a plain SVD. How much does this start lose, and how much do others with
+as many parameters: factors that fit the data (ASVD, SVD-LLM's whitening), whitened factors with
+ranks by energy, and feed-forward neurons pruned by importance (MatFormer's order)? Each is
+calibrated on one text and scored on another; each seed has its own calibration and test windows.
 
     python -m recipes.pela.language                           seconds, on random weights
     python -m recipes.pela.language --preset small --seeds 3  SmolLM2-135M, see `make weights`
@@ -55,19 +54,19 @@ LOW_RANK: dict[str, tuple[Factors, Ranks]] = {
 
 
 def nats(a: str, b: str, ratio: float, times: float = 1.0) -> Comparison:
-    """That b's perplexity is less than a's at a ratio, `times` b's even."""
+    """That a's perplexity is more than `times` that of b, at a ratio."""
     worse, better = ({"row": row, "x": None if row == "dense" else ratio} for row in (a, b))
     return Comparison("loss", worse, better, math.log(times), digits=3)
 
 
-GATE = Comparison("loss", "chance", "dense", 3.0)  # the decoder knows the language
+GATE = Comparison("loss", "chance", "dense", 3.0)  # the decoder is far better than guessing
 
 CLAIMS = [
     Claim(
         "direct",
         "PELA",
-        "Low rank without repair destroys a decoder: at κ 1.5 its perplexity is ten times the "
-        "dense one's.",
+        "Low rank without repair destroys a decoder: at κ 1.5 its perplexity is more than ten "
+        "times the dense one's.",
         "Section 1, there DeiT, 81 → 61 %",
         "an earlier run: 45.9 → 6·10⁷",
         nats("plain", "dense", 1.5, 10),
@@ -85,7 +84,8 @@ CLAIMS = [
     Claim(
         "no replacement for a repair",
         "PELA",
-        "Even whitened factors have twice the dense perplexity at κ 1.5: low rank needs a repair.",
+        "Even whitened factors have more than twice the dense perplexity at κ 1.5: low rank needs "
+        "a repair.",
         "not in the paper",
         "an earlier run: 568 against 45.9",
         nats("whitened", "dense", 1.5, 2),
@@ -131,12 +131,12 @@ def declare(run: Run) -> None:
 
 
 def kind_of(row: str) -> str:
-    """What a row is calibrated for: rows of one kind share it."""
+    """The kind of calibration of a row; rows of one kind share it."""
     return LOW_RANK[row][0] if row in LOW_RANK else row
 
 
 def measure_dense(m: Measuring) -> Iterator[Row]:
-    """The decoder itself, and what a guess among all tokens would have."""
+    """Scores of the decoder itself, and the loss of guessing uniformly among all tokens."""
     model, data = decoder(m), corpus(m)
     vocabulary = model.config.vocab_size
     scores = score({"dense": plain(model)}, windows(data, m), vocabulary)["dense"]
@@ -147,7 +147,7 @@ def measure_dense(m: Measuring) -> Iterator[Row]:
 
 
 def measure_kind(m: Measuring) -> Iterator[Row]:
-    """Rows of one calibration at every ratio: scores, and how often they agree with the decoder."""
+    """Rows of one calibration at every ratio: scores, and agreement with the dense decoder."""
     model, data = decoder(m), corpus(m)
     rows, ratios, batches = m.settings["rows"], m.settings["ratios"], calibration(data, m)
     kind = kind_of(rows[0])
@@ -166,7 +166,7 @@ def measure_kind(m: Measuring) -> Iterator[Row]:
 
 
 def decoder(m: Measuring) -> Any:
-    """The dense model; random weights are drawn by the seed."""
+    """The dense model; without pre-trained weights the seed draws them."""
     with torch.random.fork_rng():
         torch.manual_seed(m.seed)
         model = build_text(task="causal", **m.settings["decoder"])
@@ -174,7 +174,7 @@ def decoder(m: Measuring) -> Any:
 
 
 def corpus(m: Measuring) -> CorpusData:
-    """Both texts."""
+    """The texts to calibrate on and to score."""
     return CorpusData(**m.settings["data"], seed=m.seed)
 
 
@@ -187,7 +187,7 @@ def calibration(data: CorpusData, m: Measuring) -> list[dict[str, Any]]:
 
 
 def windows(data: CorpusData, m: Measuring) -> list[dict[str, torch.Tensor]]:
-    """The seed's windows of the test text, of which no other seed has one while they last."""
+    """The seed's windows of the test text; seeds share none as long as there are enough."""
     samples: Any = data.samples("test")
     count = m.settings["windows"] or len(samples)
     places = [(m.seed * count + k) % len(samples) for k in range(min(count, len(samples)))]
@@ -200,8 +200,8 @@ def prune_each(
 ) -> dict[float, nn.Module]:
     """Copies with fewer feed-forward neurons, at most as large as the low-rank model of each κ.
 
-    The least important neurons go, as many in each layer. Ratios that would leave none are left
-    out.
+    Each layer loses as many neurons, the least important ones. A ratio at which no neuron would be
+    left is skipped.
     """
     model = copy.deepcopy(model)
     reorder(model, importance(model, batches, "ffn"))
@@ -260,9 +260,9 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         f"# A decoder at low rank without training, preset {run.preset}",
         provenance(run.command, table),
         f"{name}{note}: {size.mean():,.0f} parameters, {summary(loss, digits=3)} nats a token, "
-        f"perplexity {summary(dense, spread='range')}. A seed calibrates on "
-        f"{grid['calibration_windows']} windows of its own (of {grid['data']['length']} tokens; at "
-        f"most as many as there are) and scores {scored} of another text. Nothing is trained.",
+        f"perplexity {summary(dense, spread='range')}. Each seed calibrates on its own "
+        f"{grid['calibration_windows']} windows of {grid['data']['length']} tokens (or on as many "
+        f"as there are) and scores {scored} windows of another text. Nothing is trained.",
         "Perplexity, median over seeds and range:",
         by_ratio("perplexity", spread="range"),
         "Loss less that of plain SVD, in nats a token:",
@@ -280,7 +280,7 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--decoder",
         metavar="NAME_OR_FOLDER",
-        help="a causal language model of transformers, with its tokenizer, instead of the preset's",
+        help="a causal language model of transformers with its tokenizer; default: the preset's",
     )
 
 

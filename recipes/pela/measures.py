@@ -1,7 +1,7 @@
-"""What PELA's vision experiment measures on dense and compressed models; each yields its rows.
+"""Measurements of PELA's vision experiment, on dense and compressed models.
 
-The functions are handed to the runner by name. `m.settings` holds what a model is built from:
-`model` (class and arguments of a stage), `data` (the DataModule's), and what each says itself.
+`m.settings` has what models and data are built from, `model` and `data` (a stage's class and
+arguments), and what each function names beside.
 """
 
 import copy
@@ -31,12 +31,12 @@ from recipes.nodes import device
 from recipes.records import type_of
 from recipes.results import Row
 
-CALIBRATION = 2048  # training images at most, for second moments and importance
-STEPS = 10  # timed, after two that are not
+CALIBRATION = 2048  # at most so many training images for second moments and importance
+STEPS = 10  # timed training steps, after two that are not timed
 
 
 def measure_dense(m: Measuring) -> Iterator[Row]:
-    """The dense model, in each set of the table, and chance."""
+    """Scores and size of the dense model, and chance, in each set of the table."""
     data, model = data_of(m), build(m).model
     scores = {**score(model, data), **size(model, data.image_size)}
     for name in m.settings["sets"]:
@@ -45,7 +45,7 @@ def measure_dense(m: Measuring) -> Iterator[Row]:
 
 
 def measure_start(m: Measuring) -> Iterator[Row]:
-    """A compressed model before any training."""
+    """Scores and size of a compressed model before any training."""
     data = data_of(m)
     model = build(m, ratio=m.settings["ratio"], init_from=m.settings["init_from"]).model
     if m.settings["merged_tokens"]:
@@ -60,9 +60,7 @@ def measure_start(m: Measuring) -> Iterator[Row]:
 def measure_trained(m: Measuring) -> Iterator[Row]:
     """A finished stage: what its last validation logged, its size, settings and gradient shares."""
     stage = m.stages["trained"]
-    module = type_of(stage.settings.model).load_from_checkpoint(
-        stage.checkpoint, map_location="cpu"
-    )
+    module = stage.module()
     values: dict[str, float] = {
         "accuracy": stage.metrics["val/accuracy"],
         "loss": stage.metrics["val/loss"],
@@ -79,23 +77,19 @@ def measure_trained(m: Measuring) -> Iterator[Row]:
 
 def measure_nested(m: Measuring) -> Iterator[Row]:
     """The slice of a nested model that has as many parameters as the low-rank one."""
-    stage = m.stages["trained"]
-    module = type_of(stage.settings.model).load_from_checkpoint(
-        stage.checkpoint, map_location="cpu"
-    )
-    model, data = extract(module.model, m.settings["slice"]), m.datamodule("trained")
-    model = model.to(device()).eval()
+    module, data = m.stages["trained"].module(device()), m.datamodule("trained")
+    model = extract(module.model, m.settings["slice"]).eval()
     values = {**score(model, data), **size(model, data.image_size), "lr": module.hparams["lr"]}
     yield from (Row("nested", name, value, m.settings["set"]) for name, value in values.items())
 
 
 def measure_similarity(m: Measuring) -> Iterator[Row]:
-    """Fig. 2: how alike images look to each block, before, after, and repaired."""
+    """Fig. 2: similarity of images' features by block, dense, low-rank and repaired."""
     data = data_of(m)
     models = {
         "dense": build(m).model,
         "direct": build(m, ratio=m.settings["ratio"]).model,
-        "both": loaded(m, "trained").model,
+        "both": m.stages["trained"].module(device()).model,
     }
     for row, model in models.items():
         values = similarity(model, data.val_dataloader())
@@ -117,25 +111,25 @@ def measure_cost(m: Measuring) -> Iterator[Row]:
 
 
 def measure_finetuning_cost(m: Measuring) -> Iterator[Row]:
-    """The batch of the low-rank model that fits in the memory of the dense one's fine-tuning."""
+    """The low-rank model's batch size that fits in the memory of the dense one's fine-tuning."""
     data = data_of(m)
     dense, low_rank = (
         step_cost(build(m, init_from=m.settings[name]), data) for name in ("dense", "low_rank")
     )
     per_image = (low_rank["peak"] - low_rank["fixed"]) / low_rank["batch"]
-    # an even number, as mixup wants it
+    # an even number, which mixup needs
     larger = int((dense["peak"] - low_rank["fixed"]) / per_image) // 2 * 2
     yield Row("pela_plus", "fitting_batch", max(larger, data.batch_size), "other images")
 
 
 def make_hub_weights(m: Measuring) -> Iterator[Row]:
-    """Leave the hub's weights as a file."""
+    """Write the hub's weights as a file."""
     save_file(build(m, pretrained=True).model.state_dict(), m.folder / "model.safetensors")
     yield from ()
 
 
 def make_start(m: Measuring) -> Iterator[Row]:
-    """Leave a low-rank model with other ranks or factors, at most as many parameters."""
+    """Write a low-rank model with other ranks or factors, with at most as many parameters."""
     model = build(m).model
     compress(
         model,
@@ -150,7 +144,7 @@ def make_start(m: Measuring) -> Iterator[Row]:
 
 
 def make_pruned(m: Measuring) -> Iterator[Row]:
-    """Leave a model without the feed-forward neurons that matter least on training images."""
+    """Write a model without the feed-forward neurons that matter least on training images."""
     model = build(m).model
     reorder(model, importance(model, calibration_images(m), "ffn"))
     small = extract(nest(model, m.settings["fractions"]), m.settings["slice"])
@@ -159,8 +153,9 @@ def make_pruned(m: Measuring) -> Iterator[Row]:
 
 
 def make_low_rank_folder(m: Measuring) -> Iterator[Row]:
-    """Leave a repaired model as a folder whose load.py needs timm alone."""
-    save(loaded(m, "trained").model, m.folder / "low_rank", m.datamodule("trained").class_names)
+    """Write a repaired model as a folder whose load.py needs only timm."""
+    model = m.stages["trained"].module(device()).model
+    save(model, m.folder / "low_rank", m.datamodule("trained").class_names)
     yield from ()
 
 
@@ -189,15 +184,8 @@ def build(m: Measuring, **changes: Any) -> Any:
     return module.to(device()).eval()
 
 
-def loaded(m: Measuring, name: str) -> Any:
-    """The module of a stage's checkpoint, ready to evaluate."""
-    stage = m.stages[name]
-    kind = type_of(stage.settings.model)
-    return kind.load_from_checkpoint(stage.checkpoint, map_location="cpu").to(device()).eval()
-
-
 def merged(module: Any) -> nn.Module:
-    """The model; of LoRA's with the adapters added to the weights."""
+    """A copy of the model; LoRA's adapters are added to its weights."""
     model = copy.deepcopy(module.model)
     if isinstance(module, LoRA):
         layers: list[tuple[str, Any]] = list(model.named_modules())
@@ -229,7 +217,7 @@ def size(model: nn.Module, side: int) -> dict[str, float]:
 
 
 def calibration_images(m: Measuring) -> Iterator[Tensor]:
-    """Batches of training images, as evaluation would see them, evenly spread."""
+    """Batches of evenly spread training images, transformed as for evaluation."""
     data = data_of(m)
     chosen = range(0, len(data.train_set), -(-len(data.train_set) // CALIBRATION))
     images = ImageSet(data.train_set.items, data.read, *data.eval_transform())
@@ -240,11 +228,10 @@ def calibration_images(m: Measuring) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def similarity(model: nn.Module, loader: Iterable) -> list[float]:
-    """How alike different images look to each block.
+    """The similarity of different images' features, for each block.
 
-    The mean cosine of two different images' features, over all pairs; an image's feature is the
-    mean of the block's output over tokens. With unit vectors x_i it is
-    (‖Σ x_i‖² − n) / (n (n − 1)).
+    It is the mean cosine over all pairs of images; an image's feature is the mean of the block's
+    output over tokens. With unit vectors x_i it is (‖Σ x_i‖² − n) / (n (n − 1)).
     """
     sums: list[Tensor] = []
     count = 0
@@ -259,9 +246,9 @@ def similarity(model: nn.Module, loader: Iterable) -> list[float]:
 
 
 def step_cost(module: Any, data: ImageData) -> dict[str, float]:
-    """Memory and time of one training step, without and with what grows with the batch.
+    """Memory and time of one training step.
 
-    On a GPU `peak` is what was allocated at most. On a CPU nothing reports that, so it is counted:
+    On a GPU `peak` is the allocator's peak. On a CPU nothing reports that, so it is counted:
     weights, gradients and AdamW's two moments, the teacher's weights, and every tensor that the
     backward pass keeps.
 
@@ -270,7 +257,7 @@ def step_cost(module: Any, data: ImageData) -> dict[str, float]:
         data: gives the batch.
 
     Returns:
-        peak and fixed (without activations) in bytes, seconds, and the batch.
+        peak and fixed (the part that does not grow with the batch) in bytes, seconds, batch size.
     """
     model, teacher = module.model, None
     if module.settings.get("alpha") or module.settings.get("beta"):
@@ -323,7 +310,7 @@ def step_cost(module: Any, data: ImageData) -> dict[str, float]:
 
 
 def matching_tokens(dense: nn.Module, target: float, side: int) -> int:
-    """The least r of ToMe whose multiply-adds are at most `target`, or as many as merge at all."""
+    """The least r of ToMe whose multiply-adds are at most `target`, or the largest r it has."""
     r, macs = 0, size(dense, side)["macs"]
     while macs > target:
         fewer = size(add_tome(copy.deepcopy(dense), r + 1), side)["macs"]

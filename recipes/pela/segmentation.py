@@ -9,7 +9,7 @@ weights come from the stage's YAML, or from --model.init_from.
     python -m recipes.pela.segmentation --preset paper --repaired runs/…/last.ckpt \\
         --data.root /data/ADEChallengeData2016
 
-There is no preset in between: this workplace has no ADE20K.
+There is no preset `small`: ADE20K was not at hand.
 """
 
 from recipes.experiment import Run

@@ -26,8 +26,9 @@ class Treatment:
     Attributes:
         module: class of the stage.
         settings: what makes the row, beside its start.
-        start: "svd", the dense weights that the stage factorises; "dense", which it leaves; or a
-            choice of `compress`, as (ranks, factors), prepared before.
+        start: what the training starts from. "svd": the dense weights, which the stage factorises;
+            "dense": the dense weights as they are; "pruned": a model with fewer neurons; or
+            (ranks, factors): a model that `compress` has made low-rank so.
         tuned_as: the row whose trials choose its settings.
     """
 
@@ -67,6 +68,7 @@ class Study:
     """One model at one seed.
 
     Attributes:
+        run: of the experiment.
         name: of the model's stage file.
         seed: of all its stages.
         grid: vision_grid.yaml's values.
@@ -87,7 +89,7 @@ class Study:
         self.weights = self.dense_weights(f"{self.name}-dense")
 
     def declare(self, ratios: list[float], main: bool) -> None:
-        """The tables of one model; of the first one all of them."""
+        """Declare the tables of one model; all of them for the main one, which is the first."""
         sets = [self.set_of(ratio) for ratio in ratios]
         self.measure("dense-score", measures.measure_dense, sets=sets, init_from=self.weights)
         for place, ratio in enumerate(ratios):
@@ -108,11 +110,11 @@ class Study:
             self.finetune(both)
 
     def set_of(self, ratio: float) -> str:
-        """What the table calls a model at a ratio."""
+        """`set` in the table: a model at a ratio."""
         return f"{self.name} κ {ratio:g}"
 
     def dense_weights(self, label: str, **settings: Any) -> str | Artifact | Stage:
-        """The dense model's weights: those that are given, the hub's, or trained now."""
+        """The dense model's weights: from model.init_from, from the hub, or trained here."""
         h = self.settings
         if h.init_from is not None:
             return h.init_from
@@ -232,7 +234,7 @@ class Study:
         return measures.matching_tokens(dense, target, side)
 
     def tuned(self, row: str) -> dict[str, Any | Later]:
-        """The settings that did best on held-out training images, at seed 0 and the main ratio."""
+        """The best settings of a row's trials on held-out images, at seed 0 and the main ratio."""
         trials = self.grid["trials"].get(row, [])
         first = next(iter(self.grid["models"]))
         if not trials or self.name != first:
@@ -287,7 +289,7 @@ class Study:
         )
 
     def sweep(self) -> None:
-        """Fig. 4, with fewer epochs than the main table."""
+        """Declare Fig. 4, with fewer epochs than the main table."""
         share = self.grid["sweep_share"]
 
         def shorter(s: Namespace) -> int:
@@ -303,9 +305,10 @@ class Study:
             self.before("direct", ratio, self.weights, x=ratio)
 
     def finetune(self, compressed: Stage | None) -> None:
-        """The dense and the compressed model on other images; PELA+ with a batch of equal memory.
+        """Declare the fine-tuning of the dense and the compressed model on other images (Table 9).
 
-        PELA+ makes as many updates as the others, as under the paper's fixed number of iterations.
+        PELA+ takes the largest batch that fits in the dense model's memory, and makes as many
+        updates as the others, as with the paper's fixed number of iterations.
         """
         config = self.run.parsed("finetune")
         batch, epochs = config.data.init_args.batch_size, config.trainer.max_epochs
@@ -359,21 +362,21 @@ def slice_of(ratio: float, fractions: list[float]) -> str | None:
 
 
 def held_out(limits: dict[str, Any]) -> dict[str, Any]:
-    """The trials' data: their dense model must not have seen what they are scored on, either."""
+    """The trials' data settings: their dense model must not see the held-out images either."""
     return {key: value for key, value in limits.items() if key.startswith("data.")}
 
 
 def epochs_of(s: Namespace) -> int:
-    """As the file says."""
+    """The file's number of epochs."""
     return s.trainer.max_epochs
 
 
 def trained_for(length: Length) -> dict[str, Length]:
-    """So many epochs, and one validation, at the end."""
+    """Settings that train for so many epochs and validate once, at the end."""
     return {"trainer.max_epochs": length, "trainer.check_val_every_n_epoch": length}
 
 
 def read_batch(finished: Any) -> int:
-    """The batch that `measure_finetuning_cost` has found."""
+    """The batch size that `measure_finetuning_cost` has measured."""
     rows = finished.rows
     return int(rows[rows["metric"] == "fitting_batch"]["value"].iloc[0])

@@ -4,8 +4,8 @@ For each model of the preset: the dense one (trained first where no weights are 
 low-rank approximation, and the repair with L_fd, with L_rwp and with both, beside as much training
 with L_base alone (Table 7), and the similarity of images' features (Fig. 2). For the first model
 also the baselines at equal parameters, a sweep over ratios (Fig. 4), the cost of a step (Table 8),
-and fine-tuning on other images with the memory saved spent on the batch (Table 9). What each row
-tries is in vision_grid.yaml.
+and fine-tuning on other images with a larger batch in the memory saved (Table 9). vision_grid.yaml
+lists the settings that each row tries.
 
     python -m recipes.pela.vision                                digits, a few minutes on a CPU
     python -m recipes.pela.vision --preset small --seeds 5       ViT-S/14 of `make weights`
@@ -76,7 +76,7 @@ CLAIMS = [
     Claim(
         "direct",
         "PELA",
-        "Low rank without repair loses much: the repair wins it back.",
+        "The repaired low-rank model is more than five points above low rank without repair.",
         "Section 1",
         "81 → 61 %",
         accuracy("both", "direct", 0.05),
@@ -124,7 +124,7 @@ CLAIMS = [
     Claim(
         "LoRA",
         "PELA",
-        "PELA is not worse than LoRA by more than a point, at half the cost of inference.",
+        "PELA is at most one point below LoRA, which saves nothing at inference.",
         "Section 4",
         "slightly behind on retrieval only",
         accuracy("both", "lora", -0.01),
@@ -133,10 +133,11 @@ CLAIMS = [
     Claim(
         "similarity",
         "PELA",
-        "Images' features are more alike after low rank without repair; the repair mends it.",
+        "In block 9, features of different images are more alike after low rank without repair "
+        "than in the dense model, and less alike again after the repair.",
         "Fig. 2",
         "rises, and falls back",
-        [
+        [  # block 9 is the last at `small`
             Comparison("similarity", "direct", "dense", where={"set": "deit_b", "x": 9.0}),
             Comparison("similarity", "direct", "both", where={"set": "deit_b", "x": 9.0}),
         ],
@@ -153,7 +154,7 @@ CLAIMS = [
     Claim(
         "PELA+",
         "PELA",
-        "A larger batch in the memory saved improves the fine-tuned model.",
+        "A larger batch in the memory saved improves the accuracy after fine-tuning.",
         "Table 9, segmentation",
         "+0.57 and +0.78 mIoU",
         accuracy("pela_plus", "pela", set="other images"),
@@ -201,8 +202,9 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         "before any training. Parameters and multiply-adds of one image, head included. All rows "
         "that were trained start from the same dense weights and see the images equally often. "
         "lr, α, β, p and ε are those of the row's training; where the preset has trials, they were "
-        "chosen on training images put aside, each row's by as many trials (energy, ASVD and "
-        "whitened take PELA's). A share is that of a term's gradient in the sum of the norms.",
+        "chosen on training images held out for this, with as many trials for each row (the rows "
+        "of PELA with other ranks or factors take PELA's). A term's share is the norm of its "
+        "gradient over the sum of the terms' norms.",
     ]
     shown = [one for one in unique(table, "set") if " κ " in one]
     for name in shown:
