@@ -1,13 +1,17 @@
 """What images.py and text.py declare: the original weights, chains of adaptations, fine-tunings.
 
-A grid (images_grid.yaml over shared_grid.yaml) says what is run. `adaptations` are stages between
-pre-training and fine-tuning, by name: settings that are laid over <kind>_adapt.yaml, with two keys
-of their own, `teacher`, the adaptation whose encoder teaches, and `times`, how many times the
-steps. `rows` are fine-tunings: settings laid over <kind>_finetune.yaml, and `from`, the adaptation
-that one begins with, or without it the original; `candidates`, settings of which the best on the
-validation part are taken. Every adaptation begins with the original weights, and is trained once
-however many rows need it. `select` says which checkpoint of a fine-tuning is scored: that of the
-`last` step, or the `best` on the validation part.
+A grid (images_grid.yaml or text_grid.yaml, over shared_grid.yaml) says what is run:
+
+- `adaptations`: stages between pre-training and fine-tuning. Each has settings that override
+  <kind>_adapt.yaml, and may have `teacher`, the adaptation that is distilled, and `times`, a factor
+  on the number of steps. Every adaptation starts from the original weights, and is trained once,
+  however many rows need it.
+- `rows`: fine-tunings. Each has settings that override <kind>_finetune.yaml, and may have `from`,
+  the adaptation that it starts from (else the original weights), and `candidates`, settings of
+  which the best on the validation part is taken.
+- `select`: which checkpoint of a fine-tuning is scored, that of the `last` step or the `best` on
+  the validation part.
+- `seeds`: the number of seeds of rows that need fewer than --seeds.
 """
 
 import functools
@@ -60,14 +64,14 @@ def declare(run: Run, kind: str) -> None:
         kind: "images" or "text", the beginning of its files' names.
 
     Raises:
-        ValueError: if nothing was pre-trained, or what is best on validation is asked for and
-            fine-tuning never validates.
+        ValueError: if there are no pre-trained weights, or --select is best and fine-tuning never
+            validates.
     """
     for _, key, _ in run.flags.given:
         if key == "model.init_from":
             raise ValueError(
-                "--model.init_from is each stage's own: give --init_from FILE, the weights with "
-                "which everything begins"
+                "--model.init_from is set for each stage by the experiment: give --init_from FILE, "
+                "the weights that everything starts from"
             )
     grid = run.grid("shared_grid", f"{kind}_grid")
     rows = run.rows(grid["rows"], grid["default"])
@@ -78,10 +82,14 @@ def declare(run: Run, kind: str) -> None:
         for name in grid["sets"]:
             chains = Chains(run, kind, grid, name, seed, original, unlabelled)
             tuned = [
-                chains.fine_tune(row, select, n) for row in rows for n in grid["steps"] or [None]
+                chains.fine_tune(row, select, n)
+                for row in rows
+                if seed < grid["seeds"].get(row, len(run.seeds))
+                for n in grid["steps"] or [None]
             ]
-            given = {"finetuning": tuned[0]}
-            run.measure(f"{name} majority", seed, measures.majority, given, {"set": name})
+            if tuned:
+                given = {"finetuning": tuned[0]}
+                run.measure(f"{name} majority", seed, measures.majority, given, {"set": name})
     if select == "best":
         require_validation(run, kind)
 
@@ -89,14 +97,14 @@ def declare(run: Run, kind: str) -> None:
 def declare_original(
     run: Run, kind: str, grid: Mapping[str, Any], unlabelled: Mapping[str, Any]
 ) -> Stage | Artifact:
-    """The checkpoint of (θ_init, φ_init), with which everything begins.
+    """The checkpoint of (θ_init, φ_init), from which everything starts.
 
-    The grid's `original` stages make it, each going on from the one before, unless --init_from
-    names one; --decoder_steps fits a decoder first. Without these it is what the stage's file
-    names: the hub's weights, read once.
+    It comes from --init_from; or from the grid's `original` stages, each of which continues the one
+    before; else from the stage's file, which names weights of the hub. --decoder_steps adds a stage
+    that fits a decoder.
 
     Raises:
-        ValueError: if there are none.
+        ValueError: if there are no such weights.
     """
     config = f"{kind}_adapt"
     named = {"model.init_from": run.options.init_from} if run.options.init_from else {}
@@ -115,7 +123,8 @@ def declare_original(
     settings = run.parsed(config, settings=named)
     if not (settings.model.init_args.pretrained or settings.model.init_args.init_from):
         raise ValueError(
-            f"nothing was pre-trained: give --init_from FILE, or `original` in {kind}_grid.yaml"
+            "there are no pre-trained weights: give --init_from FILE, or `original` in "
+            f"{kind}_grid.yaml"
         )
     model = {"class": settings.model.class_path, **settings.model.init_args.as_dict()}
     return (
@@ -133,7 +142,7 @@ class Chains:
         grid: what is run.
         name: of the data set.
         seed: of the stages.
-        original: the weights with which everything begins.
+        original: the weights that everything starts from.
         unlabelled: settings of other data to adapt to.
     """
 
@@ -150,7 +159,7 @@ class Chains:
         self.run, self.kind, self.grid, self.name, self.seed = run, kind, grid, name, seed
         self.original, self.unlabelled = original, dict(unlabelled)
         self.data = dict(grid["sets"][name])
-        # a class of data is no single setting: flags may change the others, such as data.root
+        # the data's class is no varied setting, so that flags may change its others (data.root)
         self.settings = {key: self.data.pop(key) for key in ("data",) if key in self.data}
         self.metric = grid["metrics"][name]
 
@@ -165,7 +174,7 @@ class Chains:
         teacher, times = settings.pop("teacher", None), settings.pop("times", None)
         before = self.adapt(teacher, steps) if teacher else []
         varied = {**self.data, "model.init_from": self.original, **settings}
-        # after the flags, which are the labelled data's
+        # derived, so that they win over flags, which are meant for the labelled data
         derived: dict[str, Any] = {
             key: functools.partial(_constant, value) for key, value in self.unlabelled.items()
         }
@@ -260,13 +269,13 @@ class Chains:
         return dict(self.run.best(trials, f"val/{self.metric}", list(candidates[0])))
 
     def beginning(self) -> dict[str, Node]:
-        """The node that has the original weights, as measurements are given it."""
+        """The node that has the original weights, for measurements."""
         original = self.original
         return {"original": original.node if isinstance(original, Artifact) else original}
 
 
 def rounds_of(adaptation: str | None) -> int | None:
-    """Rounds of self-distillation as in the paper; None for anything else (Fig. 5)."""
+    """Rounds of self-distillation (Fig. 5): 0 for further pre-training, None for other rows."""
     return ROUNDS.index(adaptation) if adaptation in ROUNDS else None
 
 
@@ -289,12 +298,12 @@ def _multiple(times: int, length: str, parsed: Any) -> int:
 
 
 def length_of(parsed: Any) -> str:
-    """What ends a stage's training: "max_steps" or "max_epochs"."""
+    """The setting that ends a stage's training: "max_steps" or "max_epochs"."""
     return "max_steps" if parsed.trainer.max_steps > 0 else "max_epochs"
 
 
 def require_validation(run: Run, kind: str) -> None:
-    """Refuse to select among checkpoints that are never validated, before anything trains.
+    """Refuse --select best where fine-tuning never validates, before anything trains.
 
     Raises:
         ValueError: naming the settings.
@@ -304,7 +313,7 @@ def require_validation(run: Run, kind: str) -> None:
     late = trainer.check_val_every_n_epoch is None and 0 < steps < (interval or 0)
     if trainer.limit_val_batches == 0 or late:
         raise ValueError(
-            "select is best and fine-tuning never validates: its limit_val_batches is "
+            "--select is best, but fine-tuning never validates: its limit_val_batches is "
             f"{trainer.limit_val_batches}, val_check_interval {interval}, max_steps {steps}; "
             "change --finetune.trainer.limit_val_batches or "
             "--finetune.trainer.val_check_interval, or give --select last"
@@ -326,7 +335,7 @@ def unlabelled_data(run: Run, kind: str) -> dict[str, Any]:
         }
     arguments = run.parsed("text_finetune").data.init_args
     text = TXT if Path(path).suffix.lower() == ".txt" else arguments.get("text", "sentence")
-    # it wants a label, which nothing looks at: the text itself will do
+    # TextData needs a column of labels, which adaptations do not use: the text serves as one
     return {
         "data": "datamodules.TextData",
         "data.train": path,

@@ -1,6 +1,6 @@
 """Self-distillation for further pre-training, on images (Tables 1, 3 to 6, Figs. 1, 3 and 5).
 
-A ViT that was pre-trained as a masked auto-encoder is further pre-trained on the target's images,
+A ViT that was pre-trained as a masked auto-encoder is further pre-trained on the target images,
 distilled into a fresh copy of the original, and fine-tuned; beside it stand fine-tuning alone, the
 baselines and the ablations. The score is the accuracy on the test part after the last step.
 
@@ -20,14 +20,14 @@ Your own images, in my_folder/train/<class>/ and my_folder/val/<class>/ or just 
 
     python -m recipes.self_distillation.images --preset own --data.root my_folder
 
-begins with facebook/vit-mae-base, or with --init_from mae.pth; a checkpoint without decoder gets
-one by --decoder_steps 2000. Further pre-training and distillation take the training images;
---unlabelled other_folder takes all images below that folder instead. What is scored is the
-checkpoint best on validation; --data.test names a folder beside train and val to test on. The
-report ends in a classifier and the lines that use it.
+This starts from facebook/vit-mae-base, or from --init_from mae.pth; --decoder_steps 2000 first
+trains a decoder for weights that have none. Further pre-training and distillation use the training
+images, or with --unlabelled other_folder all images below that folder. The checkpoint that is best
+on validation is scored; --data.test names a folder beside train and val to test on. The report ends
+with the best classifier and the lines of Python that use it.
 
-A flag for the adaptations only begins with --adapt, as in --adapt.trainer.max_steps 500, and one
-for fine-tuning only with --finetune. Without a network:
+A flag that begins with --adapt, as in --adapt.trainer.max_steps 500, is for the adaptations only,
+one that begins with --finetune for fine-tuning only. Without a network:
 
     python -m recipes.self_distillation.images --preset own --data.root my_folder \\
       --model.architecture vit_base_patch16_224.mae --init_from mae_pretrain_vit_base_full.pth
@@ -123,7 +123,7 @@ CLAIMS = [
         name="twice the steps",
         paper="self-distillation",
         where="Table 3",
-        sentence="Twice the steps of further pre-training are worse than once.",
+        sentence="Further pre-training for twice the steps is worse than for the usual number.",
         number="CUB 53.41 against 55.72",
         test=Comparison("accuracy", "further", "further_x2", **POINTS),
         gate=GATES,
@@ -151,7 +151,8 @@ CLAIMS = [
         name="more steps are worse",
         paper="self-distillation",
         where="Fig. 1",
-        sentence="The more steps of further pre-training, the lower the test accuracy.",
+        sentence="Many steps of further pre-training (8,000) give a lower test accuracy than few "
+        "(250).",
         number="CUB, 20k to 60k steps: towards 52",
         test=Comparison(
             "accuracy", {"row": "further", "x": 250}, {"row": "further", "x": 8000}, **POINTS
@@ -161,7 +162,7 @@ CLAIMS = [
         name="more steps with distillation",
         paper="self-distillation",
         where="Fig. 1",
-        sentence="With self-distillation many steps beat as many steps of further pre-training.",
+        sentence="At many steps (8,000), self-distillation beats further pre-training.",
         number="CUB: 58 against 52 at 60k",
         test=Comparison(
             "accuracy",
@@ -174,7 +175,7 @@ CLAIMS = [
         name="few examples",
         paper="self-distillation",
         where="Fig. 3",
-        sentence="With the fewest examples self-distillation is far ahead of fine-tuning.",
+        sentence="With few examples (100), self-distillation beats fine-tuning alone.",
         number="CIFAR-100, 1,000 examples: 13 points",
         test=Comparison(
             "score_by_size",

@@ -1,4 +1,4 @@
-"""What is measured on finished stages: scores of fine-tunings, and where adaptations went."""
+"""Measurements of finished stages: scores of fine-tunings, distances and losses of adaptations."""
 
 import importlib
 import json
@@ -23,7 +23,7 @@ ORIGINAL = "original.ckpt"
 
 
 def write_original(m: Measuring) -> Iterator[Row]:
-    """Write the weights that a stage's file names, with which everything begins."""
+    """Write the weights that a stage's file names, from which everything starts."""
     arguments = dict(m.settings["model"])
     module, _, name = arguments.pop("class").rpartition(".")
     L.seed_everything(0, verbose=False)  # of a decoder that does not come with the weights
@@ -35,9 +35,9 @@ def write_original(m: Measuring) -> Iterator[Row]:
 
 
 def score(m: Measuring) -> Iterator[Row]:
-    """Loss, accuracy and F1 on each part, the generalisation gap and the distance gone (Sec. 5.2).
+    """Loss, accuracy and F1 on each part, generalisation gap, distance from the start (Sec. 5.2).
 
-    Where settings has steps, the score is a point of a curve instead (Fig. 1).
+    If the settings have `steps`, the score is a point of a curve instead (Fig. 1).
     """
     s, tuned = m.settings, m.stages["finetuning"]
     data = tuned.datamodule()
@@ -94,10 +94,10 @@ def tested(
 
 
 def parts(data: Any, validation: bool) -> dict[str, DataLoader]:
-    """Loaders of the training part as evaluation sees it, the test part, and any more.
+    """Loaders of the training part (transformed as for evaluation), the test part, and others.
 
-    If some texts of the test part are in training too, "new" is the test part without them. With
-    `eval_limit` no more training texts than that, the first ones.
+    "val" is added with `validation`; "new", the test part without the texts that are in training
+    too, where there are such. `eval_limit` limits the training texts to the first so many.
     """
     if hasattr(data, "train_set"):
         train = ImageSet(data.train_set.items, data.read, *data.eval_transform())
@@ -116,14 +116,14 @@ def parts(data: Any, validation: bool) -> dict[str, DataLoader]:
 
 
 def some(data: Any, samples: Any, places: Sequence[int]) -> DataLoader:
-    """Batches of some samples."""
+    """A loader of the samples at some places."""
     chosen: Any = Subset(samples, places)
     chosen.collate = samples.collate
     return data.loader(chosen)
 
 
 def majority(m: Measuring) -> Iterator[Row]:
-    """What answering the largest training class gives: accuracy, and macro F1."""
+    """Accuracy and macro F1 of always predicting the largest training class."""
     data, name = m.datamodule("finetuning"), m.settings["set"]
     labels = {part: labels_of(data, part) for part in ("train", "test")}
     most = torch.bincount(labels["train"]).argmax()
@@ -142,7 +142,7 @@ def labels_of(data: Any, part: str) -> Tensor:
 
 
 def trace(m: Measuring) -> Iterator[Row]:
-    """What an adaptation began with, how far it went, and L_MAE on training and validation part."""
+    """An adaptation's start, its distance from there, and its L_MAE in training and held out."""
     s, stage = m.settings, m.stages["adaptation"]
     checkpoint = torch.load(stage.checkpoint, map_location="cpu", weights_only=True)
     began = fingerprint(read_state_dict(original(m)))
@@ -172,14 +172,14 @@ def trace(m: Measuring) -> Iterator[Row]:
 
 
 def original(m: Measuring) -> Path:
-    """The checkpoint with which everything began."""
+    """The checkpoint from which everything started."""
     node = m.stages["original"]
     written = node.folder / ORIGINAL
     return written if written.is_file() else node.checkpoint
 
 
 def original_encoder(m: Measuring) -> dict[str, Tensor]:
-    """Its encoder's weights."""
+    """The weights of the original encoder."""
     return encoder(original(m), m.settings["kind"])
 
 

@@ -71,7 +71,7 @@ def report(table: pd.DataFrame, run: Run, kind: str, paper: PaperTables, use: st
 
 
 def scores(table: pd.DataFrame, run: Run, grid: Mapping[str, Any]) -> list[str]:
-    """Every row's score on each set, and its difference to fine-tuning alone."""
+    """Every row's score on each set, and its paired differences to two of the baselines."""
     which = run.options.select or grid["select"]
     chosen = "best on the validation part" if which == "best" else "after the last step"
     columns = []
@@ -89,10 +89,10 @@ def scores(table: pd.DataFrame, run: Run, grid: Mapping[str, Any]) -> list[str]:
     shown.show(f"self-distillation, {run.preset}, %")
     return [
         f"On the test part, in %, mean ± standard deviation over seeds, of the weights {chosen}. "
-        "Every row but `from scratch` begins with the same original weights; rows that share an "
+        "Every row but `from scratch` starts from the same original weights; rows that share an "
         "adaptation share its training. RecAdam's and MARS's settings are the best of their "
-        "candidates on the validation part of seed 0. `new texts` are test texts that are not in "
-        "training too.",
+        "candidates on the validation part of seed 0. `new texts` are the test texts that are not "
+        "also in the training part.",
         shown.markdown(),
     ]
 
@@ -222,14 +222,14 @@ def analyses(table: pd.DataFrame, run: Run) -> list[str]:
 
 
 def adaptations(table: pd.DataFrame, run: Run) -> list[str]:
-    """Where each adaptation began, how far it went, and what it overfitted."""
+    """Each adaptation's start, its distance from there, and its L_MAE in training and held out."""
     rows = list(unique(select(table, {"metric": "adaptation_distance", "x": None}), "row"))
     if not rows:
         return []
     text = [
         "## Adaptations",
         "L_MAE on the training part is the mean of the last tenth of training. `begins with the "
-        "original`: 1 if the first weights were, to the bit, those that everything begins with.",
+        "original` is 1 if the first weights were bit for bit the original ones.",
     ]
     for name in unique(select(table, {"metric": "adaptation_distance"}), "set"):
         where = {"set": name}

@@ -1,4 +1,4 @@
-"""What the papers' claims on images and on text have in common: gates, opponents, distances."""
+"""Claims and gates that the experiments on images and on text share."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from recipes.claims import Claim, Comparison
 
 PAPER = "self-distillation"
 POINTS: dict[str, Any] = {"mean_over": "set", "scale": 100}
-OVER = {  # a row that self-distillation beats: the claim's name and its sentence
+OVER = {  # row that self-distillation is claimed to beat → the claim's name and sentence
     "further": ("over further", "Self-distillation beats further pre-training."),
     "finetune": ("over fine-tuning", "Self-distillation beats fine-tuning alone."),
     "recadam": ("over RecAdam", "Self-distillation beats RecAdam."),
@@ -18,11 +18,11 @@ OVER = {  # a row that self-distillation beats: the claim's name and its sentenc
 
 
 def gates(metric: str) -> list[Comparison]:
-    """What has to hold before the claims mean anything; `metric` is the test part's."""
+    """What has to hold before the claims mean anything; `metric` is of the test part."""
     return [
         # gate 1: fine-tuning beats training from scratch by ten points
         Comparison(metric, "finetune", "scratch", threshold=0.1, **POINTS),
-        # gate 2: further pre-training overfits its target: held-out L_MAE rises in its second half
+        # gate 2: further pre-training overfits: held-out L_MAE rises in the second half
         Comparison(
             "val_mae_by_share", {"row": "further", "x": 1.0}, {"row": "further", "x": 0.5},
             mean_over="set", digits=4,
@@ -31,7 +31,7 @@ def gates(metric: str) -> list[Comparison]:
 
 
 def over(metric: str, where: str, numbers: Mapping[str, str]) -> list[Claim]:
-    """Self-distillation beats each row of `numbers`, the paper's."""
+    """Claims that self-distillation beats each row of `numbers`, which has the paper's figures."""
     return [
         Claim(
             name=OVER[row][0],
@@ -47,13 +47,14 @@ def over(metric: str, where: str, numbers: Mapping[str, str]) -> list[Claim]:
 
 
 def near(gate: Sequence[Comparison]) -> list[Claim]:
-    """The generalisation gap, and the distances from the initial weights."""
+    """Claims on the generalisation gap and on the distances from the initial weights."""
     return [
         Claim(
             name="gap",
             paper=PAPER,
             where="Section 5.2, Table 4",
-            sentence="The generalisation gap is smaller than after further pre-training.",
+            sentence="Self-distillation has a smaller generalisation gap (test loss less training "
+            "loss) than further pre-training.",
             number="smaller",
             test=Comparison("gap", "further", "self_distillation", mean_over="set"),
             gate=gate,
@@ -62,8 +63,8 @@ def near(gate: Sequence[Comparison]) -> list[Claim]:
             name="adaptation stays near",
             paper=PAPER,
             where="Section 5.2, Fig. 5",
-            sentence="Self-distillation stays nearer to the initial weights than further "
-            "pre-training.",
+            sentence="Before fine-tuning, self-distillation is nearer to the initial weights than "
+            "further pre-training.",
             number="nearer",
             test=Comparison("adaptation_distance", "further", "distil", mean_over="set"),
             gate=gate,
@@ -72,7 +73,8 @@ def near(gate: Sequence[Comparison]) -> list[Claim]:
             name="fine-tuning stays near",
             paper=PAPER,
             where="Section 5.2, Fig. 5",
-            sentence="So does what is fine-tuned from it.",
+            sentence="After fine-tuning, too, self-distillation is nearer to the initial weights "
+            "than further pre-training.",
             number="nearer",
             test=Comparison("distance", "further", "self_distillation", mean_over="set"),
             gate=gate,

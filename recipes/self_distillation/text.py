@@ -1,9 +1,9 @@
 """Self-distillation for further pre-training, on text (Tables 2 and 3, Figs. 1 and 5).
 
-A masked language model is further pre-trained on the target's texts, distilled into a fresh copy of
+A masked language model is further pre-trained on the target texts, distilled into a fresh copy of
 the original, and fine-tuned as a classifier; beside it stand fine-tuning alone, the baselines and
 the ablations. Scores are those of the test part after the last step: macro F1, or micro F1, which
-with one label for each text is the accuracy.
+is the accuracy where each text has one label.
 
     python -m recipes.self_distillation.text              generated: a minute on a CPU
     make weights && python -m recipes.self_distillation.text --preset small --seeds 14
@@ -19,18 +19,18 @@ Your own texts, a csv, tsv or jsonl table with the columns sentence and label (-
 
     python -m recipes.self_distillation.text --preset own --data.train my.csv --data.test test.csv
 
-begins with RoBERTa-base. Another model needs its own tokenizer, and one without a masked-LM head
-gets one by --decoder_steps 1000:
+This starts from RoBERTa-base. Another model needs its own tokenizer; for one without a masked-LM
+head, --decoder_steps 1000 first trains one:
 
     python -m recipes.self_distillation.text --preset own --data.train my.csv \\
       --model.architecture weights/all-MiniLM-L6-v2 --data.tokenizer weights/all-MiniLM-L6-v2 \\
       --decoder_steps 1000
 
-Further pre-training and distillation take the training texts; --unlabelled takes those of another
-file instead, a table with the same column of sentences, or a .txt with one on each line. What is
-scored is the checkpoint best on validation. The report ends in a classifier and the lines that use
-it. A flag for the adaptations only begins with --adapt, as in --adapt.trainer.max_epochs 5, and one
-for fine-tuning only with --finetune.
+Further pre-training and distillation use the training texts, or with --unlabelled those of another
+file: a table with the same column of sentences, or a .txt with one on each line. The checkpoint
+that is best on validation is scored. The report ends with the best classifier and the lines of
+Python that use it. A flag that begins with --adapt, as in --adapt.trainer.max_epochs 5, is for the
+adaptations only, one that begins with --finetune for fine-tuning only.
 """
 
 import functools

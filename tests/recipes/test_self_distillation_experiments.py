@@ -341,10 +341,19 @@ def test_your_own_texts_declare_what_they_need(scratch):
     assert examples == [36, 4, 4]
 
 
+def test_rows_that_need_fewer_seeds_run_with_fewer():
+    run = declared("text", "--preset", "small", "--seeds", "6", "--rows", "finetune,mars")
+    seeds = {
+        row: {node.seed for node in run.nodes.values() if node.name == f"SciERC {row}"}
+        for row in ("finetune", "mars")
+    }
+    assert seeds == {"finetune": set(range(6)), "mars": set(range(5))}
+
+
 def test_best_without_validation_is_refused(scratch):
     with pytest.raises(ValueError, match="fine-tuning never validates: its limit_val_batches is 0"):
         declared("images", "--rows", "finetune", "--select", "best")
-    with pytest.raises(ValueError, match="nothing was pre-trained: give --init_from FILE"):
+    with pytest.raises(ValueError, match="there are no pre-trained weights: give --init_from"):
         declared("text", "--preset", "paper", "--model.pretrained", "false", "--rows", "finetune")
 
 
