@@ -1,9 +1,9 @@
-"""What VeRA needs, and what it saves: ranks, other methods, initialisations, shared matrices.
+"""VeRA's ranks beside LoRA's, and its variants: trained vectors, initialisations, shared matrices.
 
 Scores against trained parameters for VeRA and for LoRA at several ranks (Section 4.5, Fig. 2), and
-at `small` for RandLoRA and VB-LoRA as well, at equal numbers of parameters and, by the measured
-time of a step, at equal training time; then the variants of Tables 6 and 7 (Section 4.6). A run is
-one of recipes.vera.glue.
+at `small` for RandLoRA and VB-LoRA too; there methods are also compared at equal training time, by
+the measured time of a step. Then the variants of Tables 6 and 7 (Section 4.6). Each training is one
+of recipes.vera.glue's.
 
     python -m recipes.vera.ablations                            a generated task: seconds
     make weights && python -m recipes.vera.ablations --preset small --seeds 3
@@ -26,7 +26,6 @@ from recipes.messages import console
 from recipes.methods import measure_score
 from recipes.nodes import device
 from recipes.plots import curves
-from recipes.records import type_of
 from recipes.results import Row, provenance, select
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
@@ -49,7 +48,7 @@ VARIANT_TITLES = {
     "uniform": "A, B uniform in [0, 0.1]",
     "d_1e-7": "d starts at 1e-7",
     "d_1.0": "d starts at 1.0",
-    "unique": "A, B of each layer's own",
+    "unique": "A, B not shared: each layer's own",
 }
 TABLE_6 = {  # RoBERTa-large: MRPC, RTE
     "default": (90.5, 85.8),
@@ -65,11 +64,11 @@ TABLE_7 = {  # RoBERTa-large: MRPC, RTE, CoLA, STS-B
     "unique": (90.7, 84.6, 68.3, 91.5),
 }
 VARIED = ("data.task", "model.rank", ARGS)
-ROUNDS, STEPS = 8, 5  # of the timing: every method in turn, so many steps
+ROUNDS, STEPS = 8, 5  # of the timing: in each round every row in turn makes so many steps
 
 
 def declare(run: Run) -> None:
-    """Every rank of every method, and every variant, on its tasks."""
+    """Declare every rank of every method, and every variant, on its tasks."""
     grid = run.grid("ablations_grid")
     grid["rows"] = all_rows(grid)
     chosen = run.rows(grid["rows"])
@@ -84,7 +83,7 @@ def declare(run: Run) -> None:
                 settings = {"row": row, "set": task, "metric": metric, "part": grid["part"]}
                 nodes = {"stage": stages[row]}
                 run.measure(f"{task}_{row}.score", seed, measure_score, nodes, settings)
-                if row == f"vera_r{grid['rank']}":  # which the variants are compared with
+                if row == f"vera_r{grid['rank']}":  # with it the variants are compared
                     default = {**settings, "row": "default"}
                     run.measure(f"{task}_default.score", seed, measure_score, nodes, default)
                 if grid["curves"]:
@@ -111,7 +110,7 @@ def all_rows(grid: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def rows_of(grid: Mapping[str, Any], task: str) -> list[str]:
-    """What is trained on a task, each once: VeRA's default is a rank of the sweep too."""
+    """The rows trained on a task, each once: VeRA's default may be a rank of the sweep too."""
     rows = []
     if task in grid["ranks"]["tasks"]:
         rows += [row for row in grid["rows"] if row not in VARIANTS]
@@ -121,7 +120,7 @@ def rows_of(grid: Mapping[str, Any], task: str) -> list[str]:
 
 
 def measure_curve(m: Measuring) -> Iterator[Row]:
-    """The score on the validation part at every evaluation, by updates."""
+    """The score of every evaluation on the validation part, by updates."""
     scores = m.stages["stage"].history[f"val/{m.settings['metric']}"]
     updates = torch.load(m.stages["stage"].checkpoint, mmap=True, weights_only=True)["global_step"]
     for place, score in enumerate(scores, start=1):
@@ -131,16 +130,14 @@ def measure_curve(m: Measuring) -> Iterator[Row]:
 
 
 def measure_speed(m: Measuring) -> Iterator[Row]:
-    """Seconds of a training step of every row, forward to update, taken in turn in one process."""
+    """Seconds of a training step (forward, backward, update) of every row, in one process."""
     place = device()
     stage = next(iter(m.stages.values()))
     batch = next(iter(stage.datamodule().train_dataloader()))
     batch = {name: value.to(place) for name, value in batch.items()}
     steps = {}
     for row, one in m.stages.items():
-        module = type_of(one.settings.model).load_from_checkpoint(
-            one.checkpoint, map_location=place
-        )
+        module = one.module(place)
         parameters = [p for p in module.parameters() if p.requires_grad]
         steps[row] = (module.train(), torch.optim.AdamW(parameters, lr=0.0, fused=True))
     seconds: dict[str, list[float]] = {row: [] for row in steps}
@@ -182,12 +179,12 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     text += [
         f"**Variants** of VeRA at rank {grid['rank']} (Tables 6 and 7): mean ± standard deviation "
         "over seeds. The default draws A and B Kaiming uniform, shares them and starts d at 0.1. "
-        "Only d leaves b at 1 and starts d at 0, only b leaves d at 0.1, so that both start from "
-        "the base.",
+        "`only d` keeps b at 1 and starts d at 0; `only b` keeps d at 0.1 and starts b at 0: so "
+        "both start from the base model.",
         tabulate(table, {"default": "default", **VARIANT_TITLES}, columns).markdown(),
         "**The paper's Table 6**, RoBERTa-large, rank 256:",
         Table(["", "MRPC", "RTE"], [[n, *map(str, v)] for n, v in TABLE_6.items()]).markdown(),
-        "**The paper's Table 7**, shared matrices against those of each layer's own:",
+        "**The paper's Table 7**, matrices shared or each layer's own:",
         Table(
             ["", "MRPC", "RTE", "CoLA", "STS-B"], [[n, *map(str, v)] for n, v in TABLE_7.items()]
         ).markdown(),
@@ -228,8 +225,8 @@ def sweep_report(
     return [
         f"**Ranks** {paper}: median over seeds and, in brackets, lowest and highest."
         + (
-            " Equal time is that of the row that trained the shortest; the score is that of the "
-            "validation part then."
+            " At equal time: the score on the validation part when the row with the shortest "
+            "training has ended."
             if timed
             else ""
         ),
@@ -265,7 +262,7 @@ def at_equal_time(table: pd.DataFrame, tasks: list[str]) -> pd.DataFrame:
 
 
 def worse(name: str, row: str, words: str, number: str) -> Claim:
-    """A variant of Table 6 below the default, on the mean of the tasks."""
+    """A claim that a variant of Table 6 is below the default, on the mean of the tasks."""
     return Claim(
         name=name,
         paper="VeRA",
@@ -278,14 +275,25 @@ def worse(name: str, row: str, words: str, number: str) -> Claim:
 
 
 CLAIMS = [
-    worse("ablations: both vectors", "only_b", "Training b alone is worse.", "85.8 and 64.3"),
-    worse("ablations: d is needed less", "only_d", "Training d alone is worse.", "85.8 and 67.0"),
-    worse("ablations: uniform matrices", "uniform", "Uniform A and B are worse.", "85.8 and 53.1"),
-    worse("ablations: d from 1", "d_1.0", "Starting d at 1.0 is worse.", "85.8 and 60.3"),
+    worse(
+        "ablations: b alone", "only_b", "Training b alone is worse than both vectors.",
+        "85.8 and 64.3",
+    ),
+    worse(
+        "ablations: d alone", "only_d", "Training d alone is worse than both vectors.",
+        "85.8 and 67.0",
+    ),
+    worse(
+        "ablations: uniform matrices", "uniform",
+        "A and B uniform in [0, 0.1] are worse than Kaiming uniform.", "85.8 and 53.1",
+    ),
+    worse(
+        "ablations: d from 1", "d_1.0", "Starting d at 1.0 is worse than at 0.1.", "85.8 and 60.3",
+    ),
     Claim(
         name="ablations: sharing costs nothing",
         paper="VeRA",
-        sentence="Matrices of each layer's own are at most a point better than shared ones.",
+        sentence="Shared A and B are at most one point below each layer's own.",
         where="Table 7, mean of four tasks",
         number="83.5 and 83.8",
         test=Comparison(
@@ -293,7 +301,7 @@ CLAIMS = [
         ),
         gate=Comparison("score", "default", threshold=0.05, mean_over="set", scale=100),
     ),
-]
+]  # fmt: skip
 
 EXPERIMENT = Experiment("vera.ablations", __file__, "glue", __doc__ or "", declare, report)
 

@@ -1,9 +1,9 @@
-"""What VeRA learns: its vectors by layer, its ΔW beside LoRA's, what it can fit, what it costs.
+"""What VeRA learns and costs: its vectors by layer, its ΔW and its fits of matrices beside LoRA's.
 
-Fig. 3 (how far d and b move in each layer) on models of recipes.vera.glue; Appendix D (cosine of
-the two methods' weight changes: rank 64 for both, all query layers); Appendix E (random 10 × 10
-matrices at equal numbers of parameters); Appendix C (time and memory beside LoRA's). LoRA and VeRA
-start from the same weights.
+Fig. 3 (how far d and b move in each layer) and Appendix C (time and memory) on the models of
+recipes.vera.glue; Appendix D (cosine of LoRA's and VeRA's weight changes: rank 64 for both, all
+query layers, from the same weights); Appendix E (fits of random 10 × 10 matrices at equal numbers
+of parameters).
 
     python -m recipes.vera.analysis                            a generated task: seconds
     make weights && python -m recipes.vera.analysis --preset small --seeds 3
@@ -13,7 +13,6 @@ start from the same weights.
 
 import statistics
 from collections.abc import Iterator
-from typing import Any
 
 import pandas as pd
 import torch
@@ -34,7 +33,6 @@ from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
 from recipes.plots import curves
-from recipes.records import Finished, type_of
 from recipes.results import Row, provenance
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
@@ -47,7 +45,7 @@ VARIED = ("data.task", "model.rank", "model.targets")
 
 
 def declare(run: Run) -> None:
-    """Glue's models of one task, the pairs of rank 64, and the random matrices."""
+    """Declare recipes.vera.glue's models of one task, the pair of rank 64, and the fits."""
     grid = run.grid("analysis_grid")
     glue_run, glue_grid = run.sibling("vera.glue"), run.grid("glue_grid")
     task = grid["task"]
@@ -64,18 +62,10 @@ def declare(run: Run) -> None:
         run.measure("fits", seed, measure_fits, settings=grid["fit"])
 
 
-def load(stage: Finished) -> nn.Module:
-    """The adapted model of a stage's last checkpoint."""
-    module = type_of(stage.settings.model).load_from_checkpoint(
-        stage.checkpoint, map_location="cpu"
-    )
-    return module.model
-
-
 def measure_vectors(m: Measuring) -> Iterator[Row]:
     """How far training moved d and b in each layer (Fig. 3); x is the layer, from 1."""
     places: dict[str, int] = {}
-    for name, moved in vector_changes(load(m.stages["vera"])).items():
+    for name, moved in vector_changes(m.stages["vera"].module().model).items():
         kind = name.rpartition(":")[2].rpartition(".")[2]
         places[kind] = x = places.get(kind, 0) + 1
         for metric in ("d", "d_moved", "b_moved"):
@@ -83,9 +73,9 @@ def measure_vectors(m: Measuring) -> Iterator[Row]:
 
 
 def measure_similarity(m: Measuring) -> Iterator[Row]:
-    """Cosine of the two ΔW of each layer, beside LoRA's and noise (App. D); their sizes."""
-    changes = {row: weight_changes(load(m.stages[row])) for row in METHODS}
-    base: Any = load(m.stages["vera"])
+    """Cosine of LoRA's ΔW with VeRA's, and with noise, by layer (App. D); both ΔW's sizes."""
+    models = {row: m.stages[row].module().model for row in METHODS}
+    changes = {row: weight_changes(model) for row, model in models.items()}
     generator = torch.Generator().manual_seed(m.seed)
     cosines: dict[str, list[float]] = {"LoRA · VeRA": [], "LoRA · noise": []}
     for x, (name, vera) in enumerate(changes["vera"].items(), start=1):
@@ -94,7 +84,7 @@ def measure_similarity(m: Measuring) -> Iterator[Row]:
         for row, other in zip(cosines, (vera, noise), strict=True):
             cosines[row].append(cosine_similarity(lora, other))
             yield Row(metric="cosine", value=cosines[row][-1], row=row, x=x)
-        weight = base.get_submodule(name.partition(":")[0]).weight
+        weight = models["vera"].get_submodule(name.partition(":")[0]).weight
         for row, delta in (("lora", lora), ("vera", vera)):
             size = (delta.norm() / weight.norm()).item()
             yield Row(metric="relative change", value=size, row=row, x=x)
@@ -107,8 +97,8 @@ def measure_fits(m: Measuring) -> Iterator[Row]:
     """Mean squared error of the best fits of random matrices (App. E); x counts parameters.
 
     Settings: `targets` matrices of standard normal entries, of `size` rows and columns; `steps` of
-    VeRA's alternating least squares; `parameters`, VeRA's, each more than `size`. LoRA has a
-    multiple of 2·size below size².
+    VeRA's alternating least squares; `parameters`: VeRA's counts, each more than `size`. LoRA's
+    counts are the multiples of 2·size up to size².
     """
     targets, size, steps, parameters = (
         m.settings[name] for name in ("targets", "size", "steps", "parameters")
@@ -124,17 +114,17 @@ def measure_fits(m: Measuring) -> Iterator[Row]:
 
 
 def measure_cost(m: Measuring) -> Iterator[Row]:
-    """Seconds of the stage for each update, and what training holds beside activations."""
+    """Seconds of the whole stage per update, and the memory of training without activations."""
     for row, stage in m.stages.items():
         updates = torch.load(stage.checkpoint, mmap=True, weights_only=True)["global_step"]
         yield Row(metric="seconds per update", value=stage.seconds / updates, row=row)
-        yield Row(metric="bytes", value=held_bytes(load(stage)), row=row)
+        yield Row(metric="bytes", value=held_bytes(stage.module().model), row=row)
 
 
 def held_bytes(model: nn.Module) -> int:
-    """What training holds in float32 beside activations.
+    """Bytes that training holds in float32, without activations.
 
-    Weights, VeRA's A and B, and gradients and AdamW's two moments of what trains.
+    Weights, VeRA's A and B, and for trained parameters gradients and AdamW's two moments.
     """
     frozen = 0
     if hasattr(model, "vera"):
@@ -190,8 +180,8 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         "![Changes of d by layer](vectors.png)",
         "## Weight changes (Appendix D)",
         "Cosine between the ΔW of LoRA and of VeRA, rank 64 for both, all query layers, from the "
-        "same start; beside that of LoRA and a matrix of random numbers. The paper's Fig. 5 has "
-        "about 2e-3 and −8e-5.",
+        "same start; beside it the cosine between LoRA's and a matrix of random numbers. The "
+        "paper's Fig. 5 has about 2e-3 and −8e-5.",
         by_x(cosines, "layer"),
         "![Cosine by layer](cosine.png)",
         "Their size relative to the base weight, and their stable rank ‖ΔW‖²_F / ‖ΔW‖²₂.",
@@ -199,16 +189,16 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         "## Fitting random matrices (Appendix E)",
         f"Mean squared error over {fit['targets']} random {fit['size']} × {fit['size']} matrices "
         "of standard normal entries in float64; other matrices for each seed. LoRA: the singular "
-        "value decomposition, which no training beats. VeRA, with A and B of its own for each "
-        f"target: alternating least squares from one start, {fit['steps']} rounds; a local "
+        "value decomposition, which is optimal. VeRA, with new A and B for each target: "
+        f"alternating least squares from one start, {fit['steps']} rounds; that is a local "
         "minimum, so its error is an upper bound. The paper: VeRA fits about as well as LoRA.",
         by_x(errors, "parameters"),
         "![Error against parameters](fit.png)",
         "## Cost (Appendix C)",
-        "Time of the whole stage over its updates, evaluation and set-up included: it says "
-        "something where the machine had nothing else to do (benchmarks/vera_step.py times a step "
-        "by itself). Memory is counted, not measured: weights, A and B, and gradients and AdamW's "
-        "moments of what trains, without activations.",
+        "Time of the whole stage per update, evaluation and set-up included: meaningful only if "
+        "the machine had nothing else to do (benchmarks/vera_step.py times the step alone). Memory "
+        "is counted, not measured: weights, A and B, gradients and AdamW's moments of trained "
+        "parameters, without activations.",
         tabulate(table, titles, cost, heading="method").markdown(),
         "**The paper's** (Llama-7B, r = 64):",
         Table(
@@ -219,9 +209,9 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
 
 CLAIMS = [
     Claim(
-        name="analysis: VeRA's ΔW points LoRA's way",
+        name="analysis: VeRA's ΔW resembles LoRA's",
         paper="VeRA",
-        sentence="The weight changes of VeRA are more like LoRA's than random numbers are.",
+        sentence="The mean cosine of LoRA's ΔW with VeRA's is higher than with random numbers.",
         where="Appendix D, Fig. 5",
         number="2e-3 and −8e-5",
         test=Comparison("mean cosine", "LoRA · VeRA", "LoRA · noise", digits=4),
@@ -229,8 +219,8 @@ CLAIMS = [
     Claim(
         name="analysis: VeRA fits as well as LoRA",
         paper="VeRA",
-        sentence="At equal count VeRA fits random matrices about as well: its error at 40 and 60 "
-        "parameters is at most 0.02 above LoRA's.",
+        sentence="With equally many parameters VeRA fits random matrices about as well as LoRA: at "
+        "40 and 60 parameters its error is at most 0.02 higher.",
         where="Appendix E, Fig. 6",
         number="a figure",
         test=[

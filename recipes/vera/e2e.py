@@ -1,9 +1,9 @@
 """E2E: VeRA, LoRA and full fine-tuning of a language model, decoded and scored (Table 3).
 
-All methods start from the same model. After the last epoch each describes the restaurants of the
-test part, by the paper's beam search, and is scored as the official scorer does. A preset without
-pre-trained weights (`tiny`) trains the start itself, in full. At `small` learning rates are chosen
-by the loss on the development part, with as many trials for every method.
+All methods start from the same model. After the last epoch the texts for the test part are decoded
+with the paper's beam search and scored as by the official scorer. The preset without pre-trained
+weights (`tiny`) first trains this start itself, in full. At `small`, learning rates are chosen by
+the loss on the development part, with as many trials for every method.
 
     python -m recipes.vera.e2e                              generated examples, seconds on a CPU
     make weights && python -m recipes.vera.e2e --preset small --seeds 3
@@ -24,7 +24,7 @@ from lightning_modules.vera import merge, strip
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
-from recipes.methods import load
+from recipes.nodes import device
 from recipes.results import Row, provenance, select
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
@@ -37,12 +37,12 @@ TABLE_3 = {  # parameters, and the scores in this order
     "GPT-2 large, LoRA": ("0.77M", 70.1, 8.80, 46.7, 71.9, 2.52),
     "GPT-2 large, VeRA": ("0.17M", 70.3, 8.85, 46.9, 71.6, 2.54),
 }
-START = "start"  # the row of the model that all begin with
+START = "start"  # the row of the model that all methods start from
 VARIED = ("model.init_from", "data.tokenizer")
 
 
 def declare(run: Run) -> None:
-    """Every method from one start, and the scores of what each writes."""
+    """Tune the same model with every method, and score the decoded texts."""
     grid = run.grid("e2e_grid")
     grid["common"] = start_of(run, "e2e", grid)
     for seed in run.seeds:
@@ -56,10 +56,10 @@ def declare(run: Run) -> None:
 
 
 def start_of(run: Run, config: str, grid: dict[str, Any]) -> dict[str, Any]:
-    """The settings by which all stages begin with one model and one tokenizer.
+    """The settings that give all stages the same model and the same tokenizer to start from.
 
-    Without pre-trained weights the model is trained first, in full, and without a tokenizer's name
-    one is made of the training part.
+    If the grid has a `base`, the model is trained first, in full; if no tokenizer is named, one is
+    made from the training part.
     """
     common: dict[str, Any] = {}
     data = run.parsed(config).data
@@ -82,14 +82,14 @@ def make_tokenizer(m: Measuring) -> Iterator[Row]:
 
 
 def measure_texts(m: Measuring) -> Iterator[Row]:
-    """A text for each meaning representation of the test part, and its scores.
+    """Decode a text for each meaning representation of the test part, and score the texts.
 
     The row "start" is VeRA's model without its vectors. outputs.txt has a text on each line, as the
     official scorer (tuetschek/e2e-metrics) reads it, with references.txt as its reference file.
     """
     stage, row, name = m.stages["stage"], m.settings["row"], m.settings["set"]
     data = stage.datamodule()
-    module = load(stage)
+    module = stage.module(device())
     if row == START:
         strip(module.model)
     elif hasattr(module.model, "vera"):
@@ -144,10 +144,10 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         provenance(run.command, table),
         f"{count} meaning representations of the test part, {references:,} references; 10 beams, "
         "at most 64 tokens, length penalty 0.8, no 4-gram twice. Mean ± standard deviation over "
-        "seeds; loss on the development part. All methods start from the same model, whose own "
-        "scores are in the first row.",
+        "seeds; loss on the development part. All methods start from the same model; the first row "
+        "has its scores.",
         tabulate(table, titles, columns, heading="method").markdown(),
-        meteor_is_missing() or "METEOR is that of the Java program of 1.5.",
+        meteor_is_missing() or "METEOR is computed by its Java program, version 1.5.",
         "**The paper's Table 3**:",
         Table(header, [[name, *map(str, values)] for name, values in TABLE_3.items()]).markdown(),
         "The scale differs unless the preset is `paper` or `large`: compare how the methods stand "
@@ -159,7 +159,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
 
 CLAIMS = [
     Claim(
-        name="E2E: VeRA at or above LoRA",
+        name="E2E: VeRA near LoRA",
         paper="VeRA",
         sentence="VeRA's BLEU is at most half a point below LoRA's.",
         where="Table 3, GPT-2 medium",

@@ -1,10 +1,10 @@
 """Ten images of each class: VeRA, LoRA, full fine-tuning and the head alone on ViTs (Section 4.4).
 
 A pre-trained ViT is fine-tuned for ten epochs, its head with a learning rate of its own, and scored
-once, after the last, on the whole test part. Learning rates that the paper does not give are chosen
-on other training images, with as many trials for every method. Seeds change which images are drawn,
-their order and the head's start; all of them begin with the same pre-trained model: the hub's, that
-of `make weights`, or at `tiny` one that is trained here first.
+once, after the last epoch, on the whole test part. Learning rates that the paper does not give are
+chosen on other training images, with as many trials for every method. A seed changes which images
+are drawn, their order and the head's initial weights; all start from the same pre-trained model:
+the hub's, one of `make weights`, or at `tiny` one that is trained first.
 
     python -m recipes.vera.images                            digits 0-4, then 5-9: seconds
     make weights && python -m recipes.vera.images --preset small --seeds 5
@@ -45,7 +45,7 @@ VARIED = (
 
 
 def declare(run: Run) -> None:
-    """Every method on every data set, from one pre-trained model."""
+    """Tune the same pre-trained model with every method on every data set."""
     grid = run.grid("images_grid")
     common = {}
     if grid["pretrain"] is not None:
@@ -87,8 +87,8 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         f"# VeRA and the usual ways to fine-tune on images, preset {run.preset}",
         provenance(run.command, table),
         "Accuracy in % on the whole test part after the last epoch, mean ± standard deviation over "
-        "seeds. Tuned parameters are those beside the head, which every method trains too, of the "
-        "first data set. Ten training images of each class. LoRA adapts timm's fused qkv as a "
+        "seeds; ten training images of each class. Tuned parameters are those of the first data "
+        "set, without the head, which every method trains. LoRA adapts timm's fused qkv as a "
         "whole, which at equal rank is as many parameters as queries and values by themselves.",
         tabulate(table, TITLES, columns, heading="method").markdown(),
         "![Accuracy against tuned parameters](images.png)",
@@ -102,18 +102,19 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
 
 
 def close(name: str, row: str, number: str, threshold: float) -> Claim:
-    """VeRA against another row: a claim on the mean of all data sets."""
-    words = "above" if threshold >= 0 else "within two points of"
+    """A claim on VeRA against another row, on the mean of all data sets."""
+    words = "above" if threshold >= 0 else "at most two points below"
+    other = {"lora": "LoRA", "full": "full fine-tuning", "head": "the head alone"}[row]
     return Claim(
         name=name,
         paper="VeRA",
-        sentence=f"With ten images of each class VeRA scores {words} {TITLES[row]}.",
+        sentence=f"With ten images of each class, VeRA scores {words} {other}.",
         where="Table 5, ViT-B, CIFAR-100",
         number=number,
         test=Comparison(
             "score", "vera", row, threshold=threshold, mean_over="set", scale=100, digits=1
         ),
-        gate=Comparison("score", "full", "head", scale=100, digits=1),  # the body has to matter
+        gate=Comparison("score", "full", "head", scale=100, digits=1),  # the head is not enough
     )
 
 

@@ -1,10 +1,10 @@
 """Instruction tuning: VeRA and LoRA on Alpaca around all linear layers (Section 4.3, Table 4).
 
-Both start from the same model and see the instructions once; the loss is that of the responses. The
-report has the loss on held-out examples before and after, and the number of parameters that the
-paper's models would train. Both turns of MT-Bench's 80 questions (question.jsonl of FastChat, whose
-path the grid names) are answered in the form of FastChat, whose LLM judge gives the paper's scores;
-that judge is a paid service, and nothing here takes its place.
+Both start from the same model and train for one epoch on the loss of the responses. The report has
+the loss on held-out examples before and after, and the number of parameters that the paper's models
+train. The paper's scores are an LLM judge's of answers to MT-Bench's 80 questions of two turns.
+The answers are written here, in FastChat's format (the grid names its question.jsonl); the judge is
+a paid service and is not called.
 
     python -m recipes.vera.instruct                              generated tasks, seconds on a CPU
     make weights && python -m recipes.vera.instruct --preset small --seeds 3
@@ -37,7 +37,7 @@ from lightning_modules.vera import strip
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
-from recipes.methods import load
+from recipes.nodes import device
 from recipes.results import Row, provenance
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
@@ -54,7 +54,7 @@ LLAMA = {"7B": (4096, 11008, 32), "13B": (5120, 13824, 40)}  # width, hidden neu
 
 
 def declare(run: Run) -> None:
-    """Every method of every seed, its held-out loss, and the first seed's answers."""
+    """Tune with every method, measure the held-out loss, and write the first seed's answers."""
     grid = run.grid("instruct_grid")
     grid["common"] = start_of(run, "instruct", grid)
     for seed in run.seeds:
@@ -70,15 +70,15 @@ def declare(run: Run) -> None:
 
 
 def loaded(m: Measuring) -> Any:
-    """The module that a row means: of the start, VeRA's without its vectors."""
-    module = load(m.stages["stage"])
+    """A row's module; that of the start is VeRA's without its vectors."""
+    module = m.stages["stage"].module(device())
     if m.settings["row"] == START:
         strip(module.model)
     return module
 
 
 def measure_loss(m: Measuring) -> Iterator[Row]:
-    """Mean loss over the tokens of the held-out responses, in nats, and what training cost."""
+    """Mean loss per token of the held-out responses, in nats, and the cost of training."""
     stage, row = m.stages["stage"], m.settings["row"]
     data = stage.datamodule()
     trainer = L.Trainer(
@@ -100,7 +100,7 @@ def measure_loss(m: Measuring) -> Iterator[Row]:
 
 
 def measure_answers(m: Measuring) -> Iterator[Row]:
-    """Both turns of every question, answered by the most likely token each time.
+    """Answer both turns of every question by greedy decoding.
 
     Writes judging/question.jsonl and judging/model_answer/<row>.jsonl, the files of FastChat's
     `llm_judge`. Settings: `questions`, the path of question.jsonl, or "generated"; `count`, at most
@@ -133,7 +133,7 @@ def measure_answers(m: Measuring) -> Iterator[Row]:
 
 
 def answer(model: Any, data: Any, prompts: Sequence[str], max_new_tokens: int) -> list[str]:
-    """The most likely continuation of each prompt, token by token."""
+    """The greedily decoded continuation of each prompt."""
     texts: list[str] = []
     for batch in data.loader_of(prompts):
         del batch["labels"]
@@ -170,9 +170,9 @@ def write_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def llama_counts(width: int, hidden: int, layers: int) -> tuple[int, int]:
-    """What VeRA of rank 1024 and LoRA of rank 64 train around all linear layers but the head.
+    """Parameters of VeRA of rank 1024 and of LoRA of rank 64 on all linear layers but the head.
 
-    Σ (out + r) and Σ r (in + out) over the layers of a Llama (Section 3.2).
+    Σ (out + r) and Σ r (in + out) over these layers of a Llama (Section 3.2).
     """
     config = LlamaConfig(
         hidden_size=width, intermediate_size=hidden, num_hidden_layers=layers, vocab_size=32000
@@ -201,11 +201,10 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         f"# Instruction tuning by VeRA and LoRA, preset {run.preset}",
         provenance(run.command, table),
         "Loss in nats per token of held-out responses, perplexity its exponential; mean ± standard "
-        "deviation over seeds. All methods start from the same model, in the first row.",
+        "deviation over seeds. All methods start from the same model, which the first row has.",
         tabulate(table, {START: "the start", **TITLES}, columns, heading="method").markdown(),
         "The first seed's answers are in seed0/Alpaca_*.answers/judging/: question.jsonl and "
-        "model_answer/*.jsonl are files of FastChat's `llm_judge`, both turns answered by the most "
-        "likely token each time.",
+        "model_answer/*.jsonl are files of FastChat's `llm_judge`; answers are decoded greedily.",
         "## The paper",
         Table(
             ["trained parameters", "LoRA, r 64", "VeRA, r 1024"],
@@ -216,8 +215,8 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
             ["MT-Bench (Table 4)", "LoRA", "VeRA"],
             [[name, *(f"{value:.2f}" for value in row)] for name, row in TABLE_4.items()],
         ).markdown(),
-        "Those scores are GPT-4's opinion of answers to MT-Bench's 80 questions of two turns. The "
-        "loss above does not stand for it.",
+        "These are GPT-4's scores of answers to MT-Bench's 80 questions of two turns. The held-out "
+        "loss above is no substitute for them.",
     ]
 
 
@@ -225,8 +224,7 @@ CLAIMS = [
     Claim(
         name="instructions: VeRA near LoRA",
         paper="VeRA",
-        sentence="With a hundredth of LoRA's parameters VeRA follows instructions nearly as well: "
-        "its held-out loss is at most 0.05 above LoRA's.",
+        sentence="VeRA's loss on held-out responses is at most 0.05 nats above LoRA's.",
         where="Table 4, Llama 7B (MT-Bench)",
         number="4.77 and 5.03",
         test=Comparison("loss", "lora", "vera", threshold=-0.05, digits=3),

@@ -1,4 +1,4 @@
-"""What VeRA's experiments share: the settings of a row on a set, and its learning rate.
+"""What VeRA's experiments share: the settings of a row on a set, and the choice of learning rates.
 
 An experiment's grid (`<experiment>_grid.yaml`) names its rows, the methods that are compared, and
 its sets, the tasks or data sets that they train on:
@@ -7,8 +7,8 @@ its sets, the tasks or data sets that they train on:
       vera: {model.rank: 256, model.lr: 2.0e-2}
     sets:
       RTE: {data.task: RTE, trainer.max_epochs: 20, vera: {model.lr: 1.0e-2}}
-    tuning:  # optional: learning rates that are chosen among as many trials for every row
-      settings: {}  # what the trials change, so that they are judged on a split not reported
+    tuning:  # optional: learning rates to choose among, as many trials for every row
+      settings: {}  # of the trials, so that they are judged on data that no report scores
       trials: {vera: {model.lr: [5.0e-3, 2.0e-2]}}
 """
 
@@ -41,10 +41,10 @@ METHOD = "model.method"
 
 
 def settings_of(grid: Mapping[str, Any], row: str, name: str) -> dict[str, Any]:
-    """All settings of a row on a set; what comes later wins.
+    """All settings of a row on a set, each source overriding those before.
 
-    What is common to all, what the set says of all rows, what the row says, and what the set says
-    of the row, or of the rows of its method.
+    The grid's `common`, the set's settings for all rows, the row's own, and the set's settings for
+    this row (or for its method).
     """
     of_row, of_set = grid["rows"][row], grid["sets"][name]
     method = of_row.get(METHOD, row)
@@ -64,7 +64,7 @@ def train(
     metric: str = "",
     mode: str = "max",
 ) -> Stage:
-    """Declare a row's training on a set, at the learning rate that its trials find best.
+    """Declare a row's training on a set, at the learning rate that is best in its trials.
 
     Args:
         run: the experiment's.
@@ -93,7 +93,7 @@ def train(
 
 
 def learnt(table: pd.DataFrame, sets: Sequence[str], rows: tuple[str, str]) -> list[str]:
-    """The sets in which the first row scores above the second: there methods can differ.
+    """The sets in which the first row scores above the second, so that methods can differ there.
 
     With two seeds or more the 95 % interval of the paired difference has to lie above zero.
     """
