@@ -231,8 +231,8 @@ def read_inputs(
     """
     if description["kind"] == "pictures and texts":
         raise ValueError(
-            "this checkpoint was trained on pictures with texts: use `python -m recipes.albef.use` "
-            "to search pictures or to ask about one"
+            "this checkpoint was trained on pictures with texts: to search pictures or to ask "
+            "about one, `python -m recipes.albef.use --help` says how"
         )
     inputs: list[tuple[str, Any]] = []
     columns = description.get("columns", [TXT, None])

@@ -186,7 +186,7 @@ CLAIMS = [
         sentence="L_fd and L_rwp together are better on retrieval than as much training with the "
         "base loss alone.",
         where="Table 7 (on images)",
-        number="not found again",
+        number="not at hand",
         test=_compare("pela_k3", "base_k3"),
         gate=GATES,
     ),
@@ -195,7 +195,7 @@ CLAIMS = [
         paper="PELA",
         sentence="PELA is better on retrieval than TinyBERT's distillation of the same student.",
         where="Section 4.3",
-        number="not found again",
+        number="not at hand",
         test=_compare("pela_k3", "tinybert_k3"),
         gate=GATES,
     ),

@@ -97,7 +97,7 @@ def test_orders_cost_the_same_and_search_is_within_the_budget(trained):
 
 def test_the_report_is_made_of_the_table(trained):
     text = (trained.out / "report.md").read_text()
-    assert text.count("| --- |") == 4 and "loss.png" in text and "A smoke test" in text
+    assert text.count("| --- |") == 5 and "loss.png" in text and "A smoke test" in text
     assert (trained.out / "loss.png").stat().st_size > 5000
 
 
