@@ -137,7 +137,7 @@ def test_a_flag_reaches_its_stages_or_is_refused(kind, capsys):
         assert settings["model.weight_decay"] == 0.125
     with pytest.raises(ValueError, match="varies model.distil; choose rows with --rows"):
         declared(kind, *rows, "--adapt.model.distil", "l2").check()
-    with pytest.raises(ValueError, match="set for each stage by the experiment: give --init_from FILE"):
+    with pytest.raises(ValueError, match="set for each stage by the experiment: give --init"):
         declared(kind, "--model.init_from", "x.ckpt")
     with pytest.raises(ValueError, match="--rows has 'fine': expected some of scratch, finetune"):
         declared(kind, "--rows", "fine")
