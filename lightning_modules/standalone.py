@@ -1,11 +1,11 @@
-"""A model on disk that timm or transformers loads without this repository.
+"""Writes a model to a folder that timm or transformers loads without this repository.
 
-What is left of an adaptation is first written into the weights (`plain`). A folder then holds
-model.safetensors, the library's config.json with class names and preprocessing, and a README.md
-with the lines that load it. Where the library's own arguments say all sizes, that is
+`plain` first merges an adaptation into the weights. `save` then writes model.safetensors, the
+library's config.json with class names and preprocessing, and a README.md with the lines that load
+the model. Where the library's own arguments can express all sizes, these are
 `timm.create_model("local-dir:FOLDER", pretrained=True)` or `AutoModel….from_pretrained("FOLDER")`.
-Where they cannot (low rank, Mix'n'Match, fewer heads), a load.py of some twenty lines lies beside
-the weights, which needs that library only, and manifest.json says what it changes.
+Where they cannot (low rank, Mix'n'Match, fewer heads), the folder also gets a load.py of some
+twenty lines, which needs only that library, and a manifest.json that lists what load.py changes.
 """
 
 import copy
@@ -67,17 +67,18 @@ BUILD = {
 
 
 @dataclass(frozen=True)
-class Cut:
-    """What a model was cut out of, and how.
+class Submodel:
+    """How a model that is saved differs from the model that its library would build.
 
     Attributes:
-        parent: the model that it is a part of, as its library builds it.
-        guesses: of a timm model, arguments that may say its sizes; whether they do, shapes tell.
-        blocks: by the name of a list of blocks, which of the parent's it has.
-        attributes: by dotted name, numbers of the parent that it has otherwise.
+        parent: the larger model, as its library builds it.
+        guesses: candidate arguments of timm.create_model for the smaller model; the first that
+            give its shapes are used, and if none do, the folder gets a load.py.
+        blocks: by the name of a list of blocks, indices of the parent's blocks that are kept.
+        attributes: by dotted name, values of attributes that differ from the parent's.
         about: further entries of manifest.json.
-        title: for README.md, behind the class.
-        origin: for README.md, a part of a sentence.
+        title: text for README.md's title, after the class name.
+        origin: text for README.md, after the number of parameters.
     """
 
     parent: Any
@@ -90,27 +91,27 @@ class Cut:
 
 
 def plain(model: nn.Module) -> nn.Module:
-    """Write what VeRA, APET or peft have trained into the weights, in place.
+    """Merge what VeRA, APET or peft have trained into the weights, in place.
 
     Returns:
-        The model, made of ordinary layers; low-rank layers stay.
+        The model, made of ordinary layers; low-rank layers stay as they are.
 
     Raises:
-        ValueError: for what cannot be written into weights (adapters, prompts, quantised weights).
+        ValueError: for what cannot be merged (bottleneck adapters, prompts, quantised weights).
     """
     if hasattr(model, "vera"):
         return vera.strip(vera.merge(model))
     if hasattr(model, "apet"):
         return apet.merge(model)
     for name, layer in list(model.named_modules()):
-        if hasattr(layer, "base_layer") and hasattr(layer, "merge"):  # peft's
+        if hasattr(layer, "base_layer") and hasattr(layer, "merge"):  # a layer of peft
             parent, _, child = name.rpartition(".")
             layer.merge()
             setattr(model.get_submodule(parent), child, layer.base_layer)
         elif hasattr(layer, "adapter"):
             raise ValueError(
-                f"{name} has a bottleneck adapter behind it, which no weight can take up: keep the "
-                "checkpoint, or tune with vera or lora"
+                f"{name} has a bottleneck adapter behind it, which cannot be merged into weights: "
+                "keep the checkpoint, or tune with vera or lora"
             )
     return model
 
@@ -121,19 +122,19 @@ def save(
     classes: Sequence[str] | None = None,
     preprocessing: Mapping[str, Any] | None = None,
     tokenizer: Any = None,
-    cut: Cut | None = None,
+    submodel: Submodel | None = None,
 ) -> Path:
-    """Write a model to a folder: plain, of low rank, or cut out of a larger one.
+    """Write a model to a folder: a plain one, one with low-rank layers, or a submodel.
 
     Args:
-        model: of timm or transformers, not nested, nothing adapted (see `plain`).
-        folder: is made when it is missing.
-        classes: names of the classes, for config.json (label_names of timm, id2label of
-            transformers).
+        model: of timm or transformers, neither nested nor adapted (see `plain`).
+        folder: created if it is missing.
+        classes: names of the classes, for config.json (timm's label_names, transformers'
+            id2label).
         preprocessing: of images, in timm's terms: input_size (3, H, W), mean, std, interpolation,
-            crop_pct; the model's own where None.
+            crop_pct; None for the model's default.
         tokenizer: of transformers, saved beside the model.
-        cut: says what a model is that is smaller than its library would build it.
+        submodel: needed for a model that was cut out of a larger one.
 
     Returns:
         The folder.
@@ -142,9 +143,9 @@ def save(
         ValueError: before anything is written, if the model is of neither library or holds
             parameters that its library does not know, or there are not as many names as classes.
     """
-    cut = cut or Cut(model)
+    submodel = submodel or Submodel(model)
     library = "transformers" if isinstance(model, transformers.PreTrainedModel) else "timm"
-    if library == "timm" and not hasattr(cut.parent, "pretrained_cfg"):
+    if library == "timm" and not hasattr(submodel.parent, "pretrained_cfg"):
         raise ValueError(
             f"{type(model).__name__} is neither a timm nor a transformers model: save its "
             "state_dict instead"
@@ -152,19 +153,20 @@ def save(
     outputs = model.config.num_labels if library == "transformers" else model.num_classes
     if classes and len(classes) != outputs:
         raise ValueError(f"{len(classes)} class names were given for {outputs} classes")
-    _refuse_strange(model, _build(cut.parent))
+    _refuse_unknown(model, _build(submodel.parent))
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if library == "timm":
-        lines, built = _save_timm(model, folder, classes, preprocessing, cut)
+        lines, built = _save_timm(model, folder, classes, preprocessing, submodel)
     else:
-        lines, built = _save_transformers(model, folder, classes, cut)
-    manifest = {"format": FORMAT, **cut.about} if cut.about or built else {}
+        lines, built = _save_transformers(model, folder, classes, submodel)
+    manifest = {"format": FORMAT, **submodel.about} if submodel.about or built else {}
     pairs: dict[str, Any] = dict(low_rank_layers(model))
     if built:
         ranks = {name: _sizes(pair) for name, pair in pairs.items()}
-        own = {"low_rank": ranks, "blocks": cut.blocks, "attributes": cut.attributes}
-        manifest |= {**built, **own}
+        manifest |= built
+        manifest |= {"low_rank": ranks, "blocks": submodel.blocks}
+        manifest |= {"attributes": submodel.attributes}
         (folder / "load.py").write_text(LOADER.format(library=library, build=BUILD[library]))
         lines = ["import sys", "sys.path.insert(0, folder)", "from load import load"]
         lines = [f"import {library}", *lines, "model = load()"]
@@ -174,8 +176,8 @@ def save(
         tokenizer.save_pretrained(folder)
         more = [] if library == "transformers" else ["import transformers"]
         lines += [*more, "tokenizer = transformers.AutoTokenizer.from_pretrained(folder)"]
-    (folder / "README.md").write_text(_readme(model, classes, lines, len(pairs), cut))
-    mask = os.umask(0)
+    (folder / "README.md").write_text(_readme(model, classes, lines, len(pairs), submodel))
+    mask = os.umask(0)  # the process's umask can only be read by setting it
     os.umask(mask)
     for file in folder.iterdir():  # safetensors writes files that only their owner can read
         if file.is_file():
@@ -184,7 +186,7 @@ def save(
 
 
 def _build(model: Any, **changes: Any) -> nn.Module:
-    """A model without values as its library builds it, by the arguments of this one and others."""
+    """The model as its library builds it, on the meta device; `changes` to timm's arguments."""
     with torch.device("meta"):
         if isinstance(model, transformers.PreTrainedModel):
             return type(model)(copy.deepcopy(model.config))
@@ -192,12 +194,12 @@ def _build(model: Any, **changes: Any) -> nn.Module:
         return timm.create_model(model.pretrained_cfg["architecture"], **arguments)
 
 
-def _refuse_strange(model: nn.Module, dense: nn.Module) -> None:
+def _refuse_unknown(model: nn.Module, dense: nn.Module) -> None:
     known = dense.state_dict().keys()
     pairs = tuple(f"{name}.{part}." for name in low_rank_layers(model) for part in "uv")
     for name in model.state_dict():
-        plain = name.startswith(pairs) and name.endswith((".weight", ".bias"))
-        if name not in known and not plain:
+        low_rank = name.startswith(pairs) and name.endswith((".weight", ".bias"))
+        if name not in known and not low_rank:
             raise ValueError(
                 f"{name} is no parameter of {type(dense).__name__}: merge and strip what was added "
                 "to the model first"
@@ -205,17 +207,18 @@ def _refuse_strange(model: nn.Module, dense: nn.Module) -> None:
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """Of everything in its state_dict."""
+    """The shape of every tensor in the state_dict, by name."""
     return {name: value.shape for name, value in model.state_dict().items()}
 
 
 def _sizes(pair: Any) -> list[Any]:
-    """Inputs, rank, outputs and whether there is a bias, of a low-rank layer."""
+    """A low-rank layer's inputs, rank, outputs and whether it has a bias."""
     u, v = pair.u, pair.v
     return [u.in_features, u.out_features, v.out_features, v.bias is not None]
 
 
-Written = tuple[list[str], dict[str, Any]]  # loading lines; what load.py builds, where it is needed
+# the lines that load the model, and the manifest's entries for load.py (both empty without need)
+Written = tuple[list[str], dict[str, Any]]
 
 
 def _save_timm(
@@ -223,10 +226,10 @@ def _save_timm(
     folder: Path,
     classes: Sequence[str] | None,
     preprocessing: Mapping[str, Any] | None,
-    cut: Cut,
+    submodel: Submodel,
 ) -> Written:
-    guesses = cut.guesses or [{}]
-    fits = (one for one in guesses if _shapes(_build(cut.parent, **one)) == _shapes(model))
+    guesses = submodel.guesses or [{}]
+    fits = (one for one in guesses if _shapes(_build(submodel.parent, **one)) == _shapes(model))
     fitting = next(fits, None)
     state = {name: value.contiguous() for name, value in model.state_dict().items()}
     save_file(state, folder / "model.safetensors")
@@ -240,19 +243,19 @@ def _save_timm(
     line = 'model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()'
     if fitting is not None:
         return ["import timm", line], {}
-    arguments = {**get_model_args(cut.parent), "num_classes": model.num_classes}
+    arguments = {**get_model_args(submodel.parent), "num_classes": model.num_classes}
     return [], {
-        "architecture": cut.parent.pretrained_cfg["architecture"],
+        "architecture": submodel.parent.pretrained_cfg["architecture"],
         "model_args": arguments,
     }
 
 
 def _save_transformers(
-    model: Any, folder: Path, classes: Sequence[str] | None, cut: Cut
+    model: Any, folder: Path, classes: Sequence[str] | None, submodel: Submodel
 ) -> Written:
     name = type(model).__name__
     fits = _shapes(_build(model)) == _shapes(model)
-    config = model.config if fits else copy.deepcopy(cut.parent.config)
+    config = model.config if fits else copy.deepcopy(submodel.parent.config)
     if classes:
         config.id2label = dict(enumerate(classes))
         config.label2id = {label: index for index, label in enumerate(classes)}
@@ -263,23 +266,27 @@ def _save_transformers(
     config.architectures = [name]
     config.save_pretrained(folder)
     if model.can_generate():
-        cut.parent.generation_config.save_pretrained(folder)
+        submodel.parent.generation_config.save_pretrained(folder)
     distinct: dict[str, Tensor] = {}
     for key, value in model.state_dict().items():
         tied = any(value.data_ptr() == v.data_ptr() and value.numel() for v in distinct.values())
-        if not tied:  # the first name; the loader's model ties the others itself
+        if not tied:  # only the first of tied tensors: the model that is loaded ties them itself
             distinct[key] = value.contiguous()
     save_file(distinct, folder / "model.safetensors")
     return [], {"architecture": name}
 
 
 def _readme(
-    model: nn.Module, classes: Sequence[str] | None, lines: Sequence[str], low_rank: int, cut: Cut
+    model: nn.Module,
+    classes: Sequence[str] | None,
+    lines: Sequence[str],
+    low_rank: int,
+    submodel: Submodel,
 ) -> str:
-    code = "\n".join(['folder = "."  # where this file lies', *lines])
+    code = "\n".join(['folder = "."  # the folder of this file', *lines])
     named = f" Classes: {', '.join(classes)}." if classes else ""
     kind = f", {low_rank} of its layers of low rank" if low_rank else ""
     return (
-        f"# {type(model).__name__}{cut.title}\n\nA model of {count_parameters(model):,} "
-        f"parameters{cut.origin}{kind}.{named}\n\n```python\n{code}\n```\n"
+        f"# {type(model).__name__}{submodel.title}\n\nA model of {count_parameters(model):,} "
+        f"parameters{submodel.origin}{kind}.{named}\n\n```python\n{code}\n```\n"
     )

@@ -1,7 +1,8 @@
-"""How well submodels do, and how far they agree with the largest one.
+"""Scores of submodels, and their agreement with the largest one.
 
 MatFormer (arXiv 2310.07707), Section 3.4 and Appendix F.1: a submodel is consistent with XL when
-both give the same greedy answer, and when the divergence of their output distributions is small.
+both predict the same class or greedy token, and when the KL divergence of their output
+distributions is small.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import MeanMetric
 
-SCORED = 2**26  # logits that are scored at a time
+SCORED = 2**26  # logits, or similarities, computed at a time: 256 MB in float32
 
 
 class SubmodelMetrics(nn.Module):
@@ -19,7 +20,10 @@ class SubmodelMetrics(nn.Module):
 
     For each: `accuracy` and `loss` (softmax cross-entropy) against the label, `agreement` (share
     of examples with the reference's top class) and `kl`, KL(reference ‖ submodel) in nats.
-    Examples labelled -100 only pad a distributed batch and are left out.
+    Examples labelled -100 (padding) are left out.
+
+    Args:
+        labels: names of the submodels.
     """
 
     NAMES = ("accuracy", "loss", "agreement", "kl")
@@ -27,7 +31,7 @@ class SubmodelMetrics(nn.Module):
     def __init__(self, labels: list[str]):
         super().__init__()
         self.labels = labels
-        # a label may hold characters that are not allowed in a module's name, so index by position
+        # a list and not a dict: labels may hold characters that a module's name may not
         self.means = nn.ModuleList(
             nn.ModuleDict({name: MeanMetric() for name in self.NAMES}) for _ in labels
         )
@@ -57,7 +61,7 @@ class SubmodelMetrics(nn.Module):
         means["kl"].update(divergence.sum(-1))  # type: ignore[index]
 
     def compute(self) -> dict[str, dict[str, Tensor]]:
-        """The averages so far, over all processes, by label and name."""
+        """The averages so far, over all processes, by label and by entry of NAMES."""
         return {
             label: {name: mean.compute() for name, mean in means.items()}  # type: ignore
             for label, means in zip(self.labels, self.means, strict=True)
@@ -76,11 +80,12 @@ def score_tokens(
     batch: Mapping[str, Tensor],
     vocabulary: int,
 ) -> None:
-    """Add one batch of tokens, in pieces, so that a vocabulary of 256,000 fits.
+    """Add one batch of tokens, a few rows at a time, so that a vocabulary of 256,000 fits memory.
 
     Args:
-        metrics: receives them; an example is a token.
-        models: by label, tokens (B, L) to logits (B, L, V); the first is the reference.
+        metrics: updated in place; an example is a token.
+        models: by label, a function from tokens (B, L) to logits (B, L, V); the first one's logits
+            are the reference.
         batch: `input_ids` and `labels` (B, L); labels[:, 1:] are predicted.
         vocabulary: V.
     """
@@ -96,7 +101,7 @@ def score_tokens(
 
 
 def classification_loss(logits: Tensor, targets: Tensor, kind: str) -> Tensor:
-    """Mean loss of a batch.
+    """Mean classification loss of a batch.
 
     Args:
         logits: (B, C).
@@ -118,7 +123,7 @@ def classification_loss(logits: Tensor, targets: Tensor, kind: str) -> Tensor:
 
 
 def normalised(features: Tensor) -> Tensor:
-    """Vectors of unit length. Shape (B, D), computed in fp32."""
+    """Features (B, D) divided by their Euclidean length, in float32."""
     return F.normalize(features.float(), dim=-1)
 
 
@@ -131,13 +136,13 @@ def nearest_neighbour_accuracy(
     Section 4.2.2; similarity is the cosine.
 
     Args:
-        queries: (Q, D).
-        query_labels: (Q,).
-        documents: (N, D), encoded by the same or another submodel.
-        document_labels: (N,).
+        queries: (Q, D), features.
+        query_labels: (Q,), class indices.
+        documents: (N, D), features from the same or another submodel.
+        document_labels: (N,), class indices.
     """
     documents = normalised(documents).T
-    rows = max(1, 2**26 // documents.shape[1])  # 256 MB of similarities at a time
+    rows = max(1, SCORED // documents.shape[1])
     hits = [
         document_labels[(normalised(chunk) @ documents).argmax(-1)] == labels
         for chunk, labels in zip(queries.split(rows), query_labels.split(rows), strict=True)

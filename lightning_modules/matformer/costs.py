@@ -1,8 +1,8 @@
-"""What each nested layer costs at each granularity: parameters, multiply-adds or milliseconds.
+"""The cost of each nested layer at each granularity: parameters, multiply-adds or milliseconds.
 
-Each function returns `costs[layer][granularity]` in the order of `nesting.layers`, of the nested
-parts alone, and what the rest of the model costs; a submodel costs the rest and the sum of its
-layers. Mix'n'Match (MatFormer, arXiv 2310.07707, Section 3.3) takes a budget in any of these units.
+`costs[layer][granularity]`, in the order of `nesting.layers`, counts the nested layers alone. A
+submodel costs the sum of its layers and the rest of the model. Mix'n'Match (MatFormer, arXiv
+2310.07707, Section 3.3) takes a budget in any of these units.
 """
 
 import copy
@@ -19,26 +19,26 @@ from lightning_modules.matformer.mix_and_match import mix_and_match
 from lightning_modules.matformer.nest import NestedLayer, granularity, nesting_of
 
 Unit = Literal["parameters", "macs", "ms"]
-REPEATS = 9  # timed passes, of which the median counts
+REPEATS = 9  # timed passes after one warm-up pass; their median counts
 
 
 def layer_costs(
     model: nn.Module, unit: Unit = "parameters", batch: Any = None
 ) -> tuple[list[list[float]], float]:
-    """What nested layers cost at every granularity, and the rest of the model.
+    """The cost of every nested layer at every granularity, and that of the rest of the model.
 
     Args:
-        model: nested in "ffn", "heads" or both; it is left as it was.
-        unit: "parameters"; "macs", multiply-adds of one pass over the batch, products of the
-            attention included; or "ms", measured on the model's device in evaluation mode.
-        batch: what the model takes (a tensor, a tuple or a dict), for "macs" and "ms".
+        model: nested in "ffn", "heads" or both; its granularity and mode are restored.
+        unit: "parameters"; "macs", multiply-adds of one pass over the batch, the attention's
+            matrix products included; or "ms", measured on the model's device in evaluation mode.
+        batch: the model's input (a tensor, a tuple or a dict), for "macs" and "ms".
 
     Returns:
         `costs[layer][granularity]` and the cost of everything else.
 
     Raises:
-        ValueError: for a model whose depth is nested (blocks that may be skipped have no cost of
-            their own), an unknown unit, or no batch where one is needed.
+        ValueError: for a model that is not nested, or whose depth is (Mix'n'Match chooses within
+            blocks, not which blocks to skip), an unknown unit, or no batch where one is needed.
     """
     layers = nesting_of(model).layers
     if any(layer.axis == "depth" for layer in layers):
@@ -61,7 +61,7 @@ def layer_costs(
                 rest = total - sum(each)
             else:
                 each, total = _milliseconds(model, batch)
-                rest = total - sum(each)  # the largest granularity's stays
+                rest = total - sum(each)  # the value at the largest granularity is returned
         by_granularity.append(each)
     return [list(costs) for costs in zip(*by_granularity, strict=True)], rest
 
@@ -73,12 +73,16 @@ def choose(
 
     Args:
         model: nested in "ffn", "heads" or both.
-        budget: for everything: at most so many parameters, multiply-adds or milliseconds.
+        budget: the most parameters, multiply-adds or milliseconds of the full submodel, layers
+            that are not nested included.
         unit: as for `layer_costs`.
         batch: as for `layer_costs`.
 
+    Returns:
+        One granularity index for each nested layer.
+
     Raises:
-        ValueError: if the smallest submodel exceeds the budget.
+        ValueError: if the smallest submodel exceeds the budget, or as `layer_costs`.
     """
     costs, rest = layer_costs(model, unit, batch)
     smallest = rest + sum(layer[0] for layer in costs)
@@ -90,7 +94,7 @@ def choose(
 
 
 def _parameters(layer: NestedLayer) -> tuple[int, int]:
-    """Parameters of the sliced children: in use, and not in use."""
+    """Number of parameters of the layer's sliced children: in use, and not in use."""
     in_use = full = 0
     for child in layer.slices().values():
         for name, parameter in child.named_parameters(recurse=False):
@@ -103,7 +107,7 @@ def _parameters(layer: NestedLayer) -> tuple[int, int]:
 
 
 def _macs(model: nn.Module, batch: Any) -> tuple[list[float], float]:
-    """Of each nested layer and of the model, counted on the meta device."""
+    """Multiply-adds of each nested layer and of the model, counted on the meta device."""
     shadow = copy.deepcopy(model).to("meta").eval().requires_grad_(False)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         call(shadow, to_device(batch, "meta"))
@@ -111,7 +115,8 @@ def _macs(model: nn.Module, batch: Any) -> tuple[list[float], float]:
     root = type(model).__name__
     each: list[float] = []
     for layer in nesting_of(model).layers:
-        # an attention's products count too; a feed-forward network may be part of its block
+        # all of an attention module counts, but only the sliced children of a feed-forward
+        # network, whose module may be the full block
         paths = [""] if layer.axis == "heads" else [f".{path}" for path in layer.slices()]
         name = f"{root}.{layer.name}" if layer.name else root
         each.append(sum(sum(counts[name + path].values()) for path in paths) // 2)
@@ -120,7 +125,7 @@ def _macs(model: nn.Module, batch: Any) -> tuple[list[float], float]:
 
 @torch.no_grad()
 def _milliseconds(model: nn.Module, batch: Any) -> tuple[list[float], float]:
-    """Of each nested layer's module and of the model: the median of several passes."""
+    """Median time in milliseconds of each nested layer and of the model."""
     layers = nesting_of(model).layers
     device = next(model.parameters()).device
     seconds: list[list[float]] = [[] for _ in layers]
@@ -157,7 +162,7 @@ def _milliseconds(model: nn.Module, batch: Any) -> tuple[list[float], float]:
 
 
 def _ends(layer: NestedLayer) -> tuple[nn.Module, nn.Module]:
-    """Between which modules a layer's time is taken: its first and last child, or itself."""
+    """The modules at whose start and end a layer is timed: the module, or its outer children."""
     if layer.axis == "heads":
         return layer.module, layer.module
     children = list(layer.slices().values())

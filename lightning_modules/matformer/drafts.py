@@ -1,4 +1,4 @@
-"""Draft and verifier: two models, or one at two granularities, and what they have read so far."""
+"""The models of speculative decoding (draft and verifier) and the tokens in their caches."""
 
 import math
 from typing import Any
@@ -19,15 +19,16 @@ from lightning_modules.matformer.views import (
 
 
 class Slots:
-    """The tokens that the caches hold or are about to: one slot for each, in all rows alike.
+    """The tokens that the caches hold or will hold next, one slot a token, aligned over the batch.
 
-    A row that had fewer drafted tokens accepted than another keeps slots that are not valid: no
-    token attends to them, and positions do not count them.
+    All rows have equally many slots. Where a row had fewer drafted tokens accepted than another,
+    its surplus slots are invalid: no token attends to them, and positions do not count them.
 
     Attributes:
-        tokens: (B, T).
-        positions: (B, T), of each token in its own text.
-        valid: (B, T).
+        tokens: (B, T), token ids.
+        positions: (B, T), each token's position in its own text.
+        valid: (B, T), False for padding and rejected tokens.
+        last_position: the model's largest position; larger ones are clamped to it.
     """
 
     def __init__(self, prompts: Tensor, mask: Tensor, limit: int | None) -> None:
@@ -39,9 +40,9 @@ class Slots:
         return self.tokens.shape[1]
 
     def add(self, tokens: Tensor, positions: Tensor) -> None:
-        """One more slot: tokens (B,) and their positions (B,)."""
+        """Append one slot: tokens (B,) and their positions (B,)."""
         self.tokens = torch.cat([self.tokens, tokens[:, None]], 1)
-        # beyond the limit there are only tokens of rows that are longer than asked for
+        # only rows that are finished go beyond the limit, and their tokens are discarded
         positions = positions.clamp(max=self.last_position)
         self.positions = torch.cat([self.positions, positions[:, None]], 1)
         self.valid = torch.cat([self.valid, torch.ones_like(tokens[:, None], dtype=torch.bool)], 1)
@@ -53,14 +54,19 @@ class Slots:
 
 
 class Reader:
-    """A model and its cache."""
+    """A model and its cache of keys and values.
+
+    Args:
+        model: a decoder of transformers; a nested one as `as_set` gives it.
+        cache: a cache to share with another reader; a new one when None.
+    """
 
     def __init__(self, model: Any, cache: KVCache | None = None) -> None:
         self.model = for_few_rows(model)
         self.cache = KVCache() if cache is None else cache
 
     def read(self, slots: Slots, keep: int = 1) -> Tensor:
-        """Logits (B, keep, V) after the last `keep` slots; what the cache lacks is read for it."""
+        """Logits (B, keep, V) after the last `keep` slots, by a pass over the uncached slots."""
         start = self.cache.length
         return self.model(
             slots.tokens[:, start:],
@@ -79,17 +85,18 @@ def drafter(
     layers: int | None = None,
     vocabulary: int | None = None,
 ) -> Reader:
-    """The reader that drafts.
+    """The draft model, with the verifier's cache where the two can share it.
 
     Args:
-        model: that verifies.
+        model: the verifier.
         draft: see `speculative_generate`.
-        shared: the verifier's cache, which the draft uses too if it can.
-        layers: of the draft, the first ones.
-        vocabulary: tokens that it can draft, the first ones.
+        shared: the verifier's cache; None for separate caches.
+        layers: the draft runs only so many of its first layers; all when None.
+        vocabulary: the draft proposes only so many of the first tokens; all when None.
 
     Raises:
-        ValueError: the draft is larger than the verifier, or has another vocabulary.
+        ValueError: if the draft is larger than the verifier or has another vocabulary, or there
+            are fewer layers or tokens than asked for.
     """
     if isinstance(draft, nn.Module):
         small, shared = as_set(_checked(draft, model)), None
@@ -121,7 +128,7 @@ def drafter(
 
 
 def _checked(draft: Any, model: Any) -> Any:
-    """Another model as a draft."""
+    """A separate draft model, if its vocabulary and size fit the verifier's."""
     if draft.config.vocab_size != model.config.vocab_size:
         raise ValueError(
             f"the draft has a vocabulary of {draft.config.vocab_size} tokens and the verifier "

@@ -1,4 +1,4 @@
-"""What the trainings of nested models have in common, whatever the model is given."""
+"""The training that nested models for images and for text have in common."""
 
 from typing import Any
 
@@ -13,15 +13,20 @@ from lightning_modules.weights import refuse_another_model
 
 
 class ElasticModule(L.LightningModule):
-    """The base of MatViT and MatLM.
+    """The base class of MatViT and MatLM.
 
-    A subclass has the hyperparameters `fractions`, `joint`, `split_batch` and
-    `eval_granularities`, builds `model` and `metrics` in `configure_model`, and writes `loss` and
-    `score`.
+    A subclass saves the hyperparameters `fractions`, `joint`, `split_batch` and
+    `eval_granularities`, builds `model` and `metrics` in `configure_model`, and implements `loss`
+    and `score`.
+
+    Args:
+        fractions: of `nest`; None for a plain model.
+        joint: "mean" or "sum" of all granularities' losses in each step; None for one granularity.
+        split_batch: with `joint`, give each granularity its own piece of the batch.
 
     Attributes:
-        monitored: the metric that the largest submodel reports under a name without its size.
-        identity: hyperparameters that make the model what it is.
+        monitored: the metric that is also logged, for the largest submodel, without its label.
+        identity: hyperparameters in which a checkpoint must equal the run that loads it.
 
     Raises:
         ValueError: for `joint` without fractions, or `split_batch` without `joint`.
@@ -41,24 +46,23 @@ class ElasticModule(L.LightningModule):
 
     @property
     def settings(self) -> Any:
-        """The arguments of the subclass."""
+        """The saved hyperparameters of the subclass."""
         return self.hparams
 
-    # What a subclass writes.
-
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Of the granularity that is set."""
+        """The mean loss of a batch at the granularity that is set; a subclass implements it."""
         raise NotImplementedError
 
     def score(self, batch: Any) -> None:
-        """Add a batch to the metrics of every submodel."""
+        """Add a batch to the metrics of every submodel; a subclass implements it."""
         raise NotImplementedError
-
-    # What it then has.
 
     @property
     def submodels(self) -> dict[str, list[int] | None]:
-        """What validation scores, by label; the largest comes first and is the reference."""
+        """The submodels that validation scores, by label; the first is the largest one.
+
+        Each is a list with one granularity index per layer; None stands for a plain model.
+        """
         if self.settings.fractions is None:
             return {"all": None}
         nesting = nesting_of(self.model)
@@ -67,13 +71,17 @@ class ElasticModule(L.LightningModule):
         return {nesting.label(chosen): chosen for chosen in uniform + extra}
 
     def submodel(self, chosen: list[int] | None, inputs: Tensor) -> Tensor:
-        """Logits of one of `submodels`, which is set from now on."""
+        """Logits of one of `submodels`; its granularity stays set."""
         if chosen is not None:
             set_granularity(self.model, chosen)
         return self(inputs)
 
     def training_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """MatFormer's Eq. 2 for the granularity that is set, or all granularities jointly."""
+        """MatFormer's Eq. 2 for the granularity that is set, or all granularities jointly.
+
+        Raises:
+            ValueError: if `split_batch` is set and a batch has fewer examples than granularities.
+        """
         if self.settings.joint is None:
             return self.loss(inputs, targets)
         count = len(nesting_of(self.model).names)
@@ -84,14 +92,14 @@ class ElasticModule(L.LightningModule):
                     f"a batch of {len(inputs)} cannot be split over {count} granularities: "
                     f"set data.batch_size to at least {count}"
                 )
-            # not chunk, which may return fewer pieces than it is asked for
+            # not chunk, which may return fewer pieces than asked for
             parts = inputs.tensor_split(count), targets.tensor_split(count)
             pieces = list(zip(*parts, strict=True))
         total = torch.stack(joint_losses(self.model, lambda i: self.loss(*pieces[i]))).sum()
         return total / count if self.settings.joint == "mean" else total
 
     def averages(self) -> dict[str, dict[str, Tensor]]:
-        """What is reported of each submodel, by label."""
+        """The metrics of each submodel, by label and name."""
         assert self.metrics is not None
         return self.metrics.compute()
 
@@ -109,18 +117,18 @@ class ElasticModule(L.LightningModule):
             set_granularity(self.model, nesting_of(self.model).names[-1])
 
     def on_validation_epoch_end(self) -> None:
-        """Report `val/loss_XL`, `val/loss_S`, …, and the largest one's as `val/<monitored>`."""
+        """Log `val/loss_XL`, `val/loss_S`, …, and the largest submodel's `val/<monitored>`."""
         self._report("val")
 
     def on_test_epoch_end(self) -> None:
-        """Report `test/loss_XL` and the rest."""
+        """Log the same under `test/`."""
         self._report("test")
 
     def _report(self, stage: str) -> None:
         assert self.metrics is not None
         for place, (label, values) in enumerate(self.averages().items()):
             suffix = "" if label == "all" else f"_{label}"
-            if suffix and place == 0:  # the same name for any granularities, to be monitored
+            if suffix and place == 0:  # a name for `monitor` that does not depend on the labels
                 self.log(f"{stage}/{self.monitored}", values[self.monitored])
             for name, value in values.items():
                 shown = name == self.monitored and "*" not in label
@@ -128,10 +136,10 @@ class ElasticModule(L.LightningModule):
         self.metrics.reset()
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """The sampler of granularities, unless trainer.callbacks has one.
+        """GranularitySampling, unless trainer.callbacks has one or no granularity is sampled.
 
         Raises:
-            ValueError: if there is one beside `joint`, which trains all granularities in each step.
+            ValueError: if trainer.callbacks has one although `joint` trains all granularities.
         """
         from callbacks.granularity import GranularitySampling
 
@@ -145,9 +153,9 @@ class ElasticModule(L.LightningModule):
         return [GranularitySampling()] if sampled and not given else []
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another model before its tensors are compared one by one.
+        """Refuse the checkpoint of another model before its tensors are loaded.
 
         Raises:
-            ValueError: naming what differs.
+            ValueError: naming the hyperparameter that differs.
         """
         refuse_another_model(checkpoint, self.hparams, self.identity)

@@ -1,9 +1,9 @@
-"""Submodels on disk, for timm or transformers alone.
+"""Writes submodels to folders that timm or transformers loads without this repository.
 
-Cut out of the nested model, a submodel is written as any other (lightning_modules/standalone.py):
-where the library's own arguments can say the sizes (all layers alike), as the library's folder;
-where they cannot (Mix'n'Match, fewer heads), with a loader beside it. manifest.json says besides
-which granularity of which model it is.
+The submodel is extracted and written by lightning_modules/standalone.py: as a folder of the library
+where the library's own arguments can express the sizes (all layers alike), and otherwise
+(Mix'n'Match, fewer heads) with a loader beside the weights. manifest.json also records the
+granularity and the parent model's hash.
 """
 
 import hashlib
@@ -33,16 +33,17 @@ def save(
     Args:
         model: nested, of timm or transformers.
         granularity: as for `set_granularity`.
-        folder: is made when it is missing.
+        folder: created if it is missing.
         classes: names of the classes, as for `standalone.save`.
-        preprocessing: of images, likewise.
-        tokenizer: of transformers, likewise.
+        preprocessing: of images, as for `standalone.save`.
+        tokenizer: of transformers, as for `standalone.save`.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: before anything is written; see `standalone.save`.
+        ValueError: before anything is written, if the model is not nested or has no such
+            granularity, or for the reasons given at `standalone.save`.
     """
     nesting = nesting_of(model)
     chosen = nesting.resolve(granularity)
@@ -51,7 +52,7 @@ def save(
     of_timm = not isinstance(model, transformers.PreTrainedModel) and hasattr(
         model, "pretrained_cfg"
     )
-    cut = standalone.Cut(
+    submodel = standalone.Submodel(
         parent=model,
         guesses=_arguments(model, nesting, chosen) if of_timm else (),
         blocks=blocks,
@@ -67,11 +68,11 @@ def save(
         title=f", granularity {label}",
         origin=", cut out of a nested model (MatFormer, arXiv 2310.07707)",
     )
-    return standalone.save(small, folder, classes, preprocessing, tokenizer, cut)
+    return standalone.save(small, folder, classes, preprocessing, tokenizer, submodel)
 
 
 def fingerprint(model: nn.Module) -> str:
-    """SHA-256 over the names, shapes, types and bytes of a model's state_dict."""
+    """SHA-256 of the names, shapes, types and bytes of a model's state_dict, as hex digits."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
@@ -80,7 +81,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def _arguments(model: Any, nesting: Nesting, chosen: Sequence[int]) -> list[dict[str, Any]]:
-    """What of timm's arguments may say the sizes."""
+    """Candidate arguments of timm.create_model for the submodel, where one set may fit."""
     arguments = get_model_args(model)
     depth: dict[str, Any] = {}
     ratios: list[dict[str, Any]] = [{}]
@@ -92,13 +93,13 @@ def _arguments(model: Any, nesting: Nesting, chosen: Sequence[int]) -> list[dict
             index, layer = layers[0]
             ratios.append({"mlp_ratio": arguments.get("mlp_ratio", 4.0) * fractions[index]})
             if isinstance(dim := getattr(model, "embed_dim", None), int):
-                # half a neuron more: timm rounds down
+                # half a neuron more, because timm rounds mlp_ratio * dim down
                 ratios.append({"mlp_ratio": (layer.widths[index] + 0.5) / dim})
     return [ratio | depth for ratio in ratios]
 
 
 def _kept(nesting: Nesting, chosen: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """Name of the list of blocks, and the blocks of it that stay."""
+    """The name of the list of blocks, and the indices of the blocks that the submodel keeps."""
     return next(
         (layer.name, layer.kept[index])
         for layer, index in zip(nesting.layers, chosen, strict=True)
@@ -109,9 +110,9 @@ def _kept(nesting: Nesting, chosen: Sequence[int]) -> tuple[str, tuple[int, ...]
 def _sizes(
     small: nn.Module, nesting: Nesting, chosen: Sequence[int]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The blocks that stay, and the attributes that repeat sizes."""
+    """`blocks` and `attributes` of standalone.Submodel."""
     blocks: dict[str, Any] = {}
-    renumbered: dict[str, str] = {}  # name of a block in the full model → in the small one
+    renumbered: dict[str, str] = {}  # a block's prefix in the parent → in the submodel
     if "depth" in nesting.axes:
         name, kept = _kept(nesting, chosen)
         blocks[name] = kept
@@ -123,11 +124,10 @@ def _sizes(
             continue
         prefix = f"{layer.name}."
         if renumbered:
-            place = next((new for old, new in renumbered.items() if prefix.startswith(old)), None)
-            old = next((old for old in renumbered if prefix.startswith(old)), "")
-            if place is None:
-                continue  # in a block that is skipped
-            prefix = place + prefix.removeprefix(old)
+            block = next((old for old in renumbered if prefix.startswith(old)), None)
+            if block is None:
+                continue  # in a block that the submodel leaves out
+            prefix = renumbered[block] + prefix.removeprefix(block)
         for name, value in layer.layer.attributes(layer.widths[index]).items():
             attributes[prefix + name] = value
         for cut in layer.layer.cuts:

@@ -1,15 +1,16 @@
-"""What an optimizer does to the slices that a step did not use.
+"""Keeps the optimizer from moving the slices of weights that a step did not use.
 
 At granularity i the gradient of the neurons beyond m_i is zero, not absent, so Adam's momentum and
-weight decay keep moving them. The paper (MatFormer, Eq. 2) does not say what it did. Ours: a step
-changes only what took part in it, as PyTorch treats any parameter without a gradient.
+weight decay would keep moving them. The paper (MatFormer, arXiv 2310.07707, Eq. 2) does not say how
+it handles this. Here a step changes only weights that took part in it, as PyTorch treats any
+parameter without a gradient.
 
-For the time of a step, the optimizer is given views of the slices in use instead of the nested
-parameters, with views of their gradients and of its own running averages. Nothing is copied: a
-smaller granularity makes the step cheaper.
+During a step the optimizer's parameter groups hold views of the slices in use instead of the nested
+parameters, with views of their gradients and of the optimizer's running averages. Nothing is
+copied, so a smaller granularity makes the step cheaper.
 
-Adam counts steps for a whole tensor, so a slice that is used rarely gets the bias correction of
-the tensor's age; it matters only for about the first 1/(1 - β2) steps, which warm-up covers.
+Adam counts steps for a full tensor, so a slice that is used rarely gets the bias correction of the
+tensor's number of steps. That matters only for about the first 1/(1 - β2) steps, during warm-up.
 """
 
 from collections.abc import Iterator
@@ -22,18 +23,18 @@ from torch.optim import Optimizer
 
 from lightning_modules.matformer.nest import nesting_of
 
-Runs = tuple[int, tuple[tuple[int, int], ...]]  # an axis, and (start, stop) along it
+Runs = tuple[int, tuple[tuple[int, int], ...]]  # an axis, and the ranges (start, stop) along it
 
 
 def freeze_idle_tail(optimizer: Optimizer, model: nn.Module) -> None:
-    """Make every step of the optimizer leave the idle slices of a nested model as they were.
+    """Make every step of the optimizer leave the unused slices of a nested model unchanged.
 
-    Works on whole parameters and on FSDP2's shards. The granularity that counts is the one set when
-    the gradients are there: a closure, as Lightning passes one, is called before the optimizer is.
+    Works on full parameters and on FSDP2's shards. The granularity that is set after the backward
+    pass decides; so a closure, such as Lightning passes, is evaluated before the step.
 
     Args:
-        optimizer: any optimizer whose state tensors have their parameter's shape, or none, and
-            start from zero.
+        optimizer: any optimizer whose state tensors either have their parameter's shape and start
+            from zero, or are scalars. Hooks are registered on it.
         model: the nested model it trains.
     """
     groups: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
@@ -59,12 +60,12 @@ def freeze_idle_tail(optimizer: Optimizer, model: nn.Module) -> None:
                 for start, stop in runs:
                     view = _view(optimizer, parameter, axis, start, stop)
                     views.append((view, parameter, axis, start, stop))
-                    whole = view.numel() and view.is_contiguous()
-                    (dense if whole else strided).append(view)
+                    contiguous = view.numel() and view.is_contiguous()
+                    (dense if contiguous else strided).append(view)
             group["params"] = kept
             if dense:
                 optimizer.param_groups.append({**group, "params": dense})
-            if strided:  # fused kernels take only what lies in one piece
+            if strided:  # fused kernels need contiguous memory
                 fused = {"fused": None} if group.get("fused") else {}
                 optimizer.param_groups.append({**group, "params": strided, **fused})
         return args, kwargs
@@ -79,7 +80,7 @@ def freeze_idle_tail(optimizer: Optimizer, model: nn.Module) -> None:
                 if state.get(key) is None:
                     state[key] = torch.zeros_like(parameter, dtype=value.dtype)
                 part = _local(state[key]).narrow(axis, start, stop - start)
-                if part.data_ptr() != value.data_ptr():  # the first step has made it
+                if part.data_ptr() != value.data_ptr():  # no view: the first step created it
                     part.copy_(value)
         views.clear()
         del optimizer.param_groups[len(groups) :]
@@ -92,7 +93,7 @@ def freeze_idle_tail(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 def _partly_in_use(model: nn.Module) -> dict[nn.Parameter, Runs]:
-    """The parameters with idle slices, and what is in use of this process's shard of them."""
+    """The parameters with unused slices, and the ranges in use of this process's shard of them."""
     in_use: dict[nn.Parameter, Runs] = {}
     for layer in nesting_of(model).layers:
         for child in layer.slices().values():
@@ -106,7 +107,7 @@ def _partly_in_use(model: nn.Module) -> dict[nn.Parameter, Runs]:
 def _of_shard(
     parameter: Tensor, axis: int, runs: tuple[tuple[int, int], ...]
 ) -> Iterator[tuple[int, int]]:
-    """The runs in this process's shard, counted from its beginning; one empty run where none is."""
+    """The ranges in this process's shard, relative to its start; (0, 0) where there is none."""
     first = _offset(parameter)[axis]
     length = _local(parameter).shape[axis]
     inside = [(max(a - first, 0), min(b - first, length)) for a, b in runs]
@@ -116,7 +117,7 @@ def _of_shard(
 def _view(
     optimizer: Optimizer, parameter: nn.Parameter, axis: int, start: int, stop: int
 ) -> nn.Parameter:
-    """A parameter that is a view of a slice, with its gradient and the optimizer's state."""
+    """A slice of a parameter as a parameter, with views of its gradient and optimizer state."""
 
     def cut(tensor: Tensor) -> Tensor:
         return _local(tensor).narrow(axis, start, stop - start)
@@ -136,12 +137,12 @@ def _view(
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor."""
+    """This process's shard of a tensor."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _offset(tensor: Tensor) -> tuple[int, ...]:
-    """Where this process's part of a tensor begins, along each dimension."""
+    """The index along each dimension at which this process's shard begins."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -1,16 +1,18 @@
-"""How important neurons, heads and blocks are, and their order by it.
+"""Measures the importance of neurons, heads and blocks, and sorts them by it.
 
-Trained from scratch, nested neurons sort themselves (MatFormer, arXiv 2310.07707). Those of a
-pre-trained model are in no order, and nesting it as it stands destroys it. Permuting hidden neurons
-(or whole heads, with the key/value head they share) changes nothing about the function, so they are
-sorted by importance first, as DynaBERT (arXiv 2004.04037) and Minitron (arXiv 2407.14679) do.
+When a nested model is trained from scratch, its first neurons become the most important ones
+(MatFormer, arXiv 2310.07707). The neurons of a pre-trained model are in no order, so that nesting
+it as it stands destroys it. Permuting hidden neurons (or heads, together with the key/value head
+they share) does not change the function, so they are sorted by importance first, as DynaBERT
+(arXiv 2004.04037) and Minitron (arXiv 2407.14679) do.
 
-Neuron j with activation a_j is as important as what it adds to the output is large:
+The importance of neuron j with activation a_j is the root mean square of its contribution to the
+output:
 
     s_j = √E[a_j²] · ‖column j of the down projection‖
 
-and a head, or a group of them, is the root of the sum of s_j² over its columns of the output
-projection. A block's importance is 1 - E[cos(input, output)] (ShortGPT, arXiv 2403.03853).
+That of a head, or a group of heads, is the root of the sum of s_j² over its columns of the output
+projection. That of a block is 1 - E[cos(input, output)] (ShortGPT, arXiv 2403.03853).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,16 +39,17 @@ def importance(
 
     Args:
         model: nested or not; it is measured at its largest granularity.
-        batches: what the model takes: tensors, tuples, or dicts of keyword arguments. Tokens that
-            a dict's `attention_mask` marks 0 do not count.
-        part: "ffn", "heads", "depth" or several; those in which the model is nested when None, and
-            "ffn" when it is not.
+        batches: inputs of the model: tensors, tuples, or dicts of keyword arguments. Tokens whose
+            `attention_mask` in such a dict is 0 do not count.
+        part: "ffn", "heads", "depth" or several; None for the axes in which the model is nested,
+            or "ffn" if it is not nested.
 
     Returns:
-        By part and name of the layer: (units,) in float64.
+        Scores (units,) in float64, by part and by name of the layer.
 
     Raises:
-        ValueError: if there is no batch, or "depth" is asked of a model that is not nested in it.
+        ValueError: if there is no batch, a layer's layout is unknown, the heads of a layer cannot
+            be reordered, or "depth" is asked for and the model is not nested in it.
     """
     layers = _layers(model, part)
     stacks = [x for x in _nested(model) if x.axis == "depth" and "depth" in layers]
@@ -109,14 +112,14 @@ def importance(
 
 @torch.no_grad()
 def reorder(model: nn.Module, scores: Scores) -> nn.Module:
-    """Sort neurons, heads or groups by falling importance, in place; the function stays the same.
+    """Sort neurons, heads or groups by decreasing importance, in place, without changing outputs.
 
-    Blocks cannot change places: for "depth" of a nested model, the scores say which are skipped
-    first instead; the first block always stays.
+    Blocks are not permuted. For the "depth" of a nested model the scores instead decide which
+    blocks a smaller granularity skips; it always keeps the first one.
 
     Args:
         model: nested or not.
-        scores: of `importance`.
+        scores: from `importance`.
 
     Returns:
         The same model.
@@ -139,9 +142,9 @@ def reorder(model: nn.Module, scores: Scores) -> nn.Module:
             _permute(layer.module.get_submodule(cut.path), cut, order)
     for stack in (x for x in _nested(model) if x.axis == "depth" and "depth" in scores):
         values = scores["depth"][stack.name].clone()
-        values[0] = torch.inf  # a decoder finds the length of its cache in the first block
-        falling = values.argsort(descending=True, stable=True).tolist()
-        stack.kept = tuple(tuple(sorted(falling[:width])) for width in stack.widths)
+        values[0] = torch.inf  # a decoder reads the length of its cache in the first block
+        order = values.argsort(descending=True, stable=True).tolist()
+        stack.kept = tuple(tuple(sorted(order[:width])) for width in stack.widths)
         stack.select(stack.granularity)
     return model
 
@@ -165,7 +168,9 @@ def _layers(model: nn.Module, part: str | Sequence[str] | None) -> dict[str, Seq
             found = attentions(model)
             for layer in found:
                 if layer.layout.fixed:
-                    raise ValueError(f"the heads of {layer.name} stay: {layer.layout.fixed}")
+                    raise ValueError(
+                        f"the heads of {layer.name} cannot be reordered: {layer.layout.fixed}"
+                    )
             layers[axis] = found
         else:
             raise ValueError(
@@ -180,7 +185,7 @@ def _largest(model: nn.Module) -> Any:
 
 
 def _flat(values: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Vectors (tokens, features), and (tokens, 1) of 1 or, where the mask says so, 0."""
+    """Values as (tokens, features), and their weights (tokens, 1): 0 where the mask is, else 1."""
     counted = torch.ones(values.shape[:-1], device=values.device, dtype=torch.float64)
     if weight is not None and weight.numel() == counted.numel():
         counted = weight.to(counted).reshape(counted.shape)

@@ -1,4 +1,4 @@
-"""Training all granularities in one step, as DynaBERT and the official codes do."""
+"""The losses of all granularities in one step, as DynaBERT and the official codes train."""
 
 from collections.abc import Callable
 
@@ -8,15 +8,17 @@ from lightning_modules.matformer.nest import nesting_of, set_granularity
 
 
 def joint_losses(model: nn.Module, loss_of: Callable[[int], Tensor]) -> list[Tensor]:
-    """The loss at every granularity, smallest first; their sum may be back-propagated.
+    """The loss at every granularity, smallest first, ready for the backward pass of their sum.
 
-    With gradient checkpointing the backward pass runs the blocks again, and they must be as wide as
-    they were. Autograd works off the graph made last first, one loss after the other, so each loss
-    sets its granularity again when its turn comes. Afterwards the smallest is set.
+    With gradient checkpointing the backward pass runs the blocks again, and they must then have the
+    widths of the forward pass. Autograd processes the graph that was built last first, one loss
+    after the other, so a hook on each loss sets its granularity again before its backward pass.
+    Without a backward pass the largest granularity stays set, after one the smallest.
 
     Args:
-        model: nested.
-        loss_of: the loss at the granularity of that index, which is set when it is called.
+        model: a nested model.
+        loss_of: called with each granularity's index after that granularity has been set; returns
+            the loss, a scalar.
     """
     losses = []
     for index in range(len(nesting_of(model).names)):

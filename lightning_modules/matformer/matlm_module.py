@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_modules.backbones import build_text, shard
+from lightning_modules.backbones import build_text, match_tokenizer, shard
 from lightning_modules.matformer.consistency import SubmodelMetrics, score_tokens
 from lightning_modules.matformer.elastic_module import ElasticModule
 from lightning_modules.matformer.idle_tail import freeze_idle_tail
@@ -25,44 +25,51 @@ from lightning_modules.weights import load_weights
 
 
 class MatLM(ElasticModule):
-    """A nested decoder of transformers; with `fractions: null`, the plain model beside it.
+    """A nested decoder of transformers; with `fractions: null`, the plain baseline.
 
     One step minimises the next-token loss of the granularity that is set (MatFormer, arXiv
-    2310.07707, Eq. 2). The callback GranularitySampling sets it: it comes with the module, and one
-    in trainer.callbacks, with other probabilities for example, takes its place. With `distill` = λ
-    the loss is
+    2310.07707, Eq. 2). The callback GranularitySampling sets it. The module adds that callback
+    itself; one in trainer.callbacks, for example with other probabilities, replaces it. With
+    `distill` = λ the loss is
 
         (1 - λ) · cross-entropy + λ · KL(teacher ‖ submodel)
 
-    where the teacher is the frozen original, which the callback FrozenTeacher gives.
+    where the teacher is the frozen original model, from the callback FrozenTeacher.
 
     Batches are dicts with `input_ids` and `labels` (B, L); labels[:, 1:] are predicted from
-    input_ids[:, :-1], and -100 is left out.
+    input_ids[:, :-1], and labels of -100 are ignored.
 
     Args:
         architecture: a hub name, a folder with config.json, or a model type such as "starcoder2".
         model_args: values of its configuration.
-        pretrained: start from the weights of that name or folder. Not part of the checkpoint.
-        init_from: start from the weights of a checkpoint, state_dict or safetensors file. Likewise.
-        config: the whole configuration, as the checkpoint keeps it; made of the two above if null.
+        pretrained: start from the weights of that name or folder. Not saved in checkpoints.
+        init_from: start from the weights of a checkpoint, state_dict or safetensors file. Not
+            saved in checkpoints.
+        config: the complete configuration, which a checkpoint carries so that it loads without
+            `architecture`'s files; made from `architecture` and `model_args` when null.
         fractions: share of the hidden neurons ("ffn"), groups of heads ("heads") or blocks
             ("depth") at each granularity; null for a plain model.
         joint: null trains the granularity that is drawn. "mean" or "sum" puts every batch through
             all granularities and takes the mean or sum of their losses.
-        split_batch: with `joint`, cut the batch into one piece for each granularity instead of
-            giving all of it to each (DynaBERT's training as Appendix B.4 describes it).
-        distill: λ above.
-        teacher_from: name or folder of the teacher; `architecture` when null.
-        idle_tail: what AdamW does to the slices a step did not use: "frozen" leaves them as they
-            were, "moving" lets momentum and weight decay act on them.
-        eval_granularities: submodels to validate besides the uniform ones: lists with one index
-            per layer.
+        split_batch: with `joint`, split the batch into one piece for each granularity instead of
+            giving each the full batch (DynaBERT's training as Appendix B.4 describes it).
+        distill: λ above, from 0 to 1.
+        teacher_from: name or folder of the teacher; `architecture` when null. Not saved in
+            checkpoints.
+        idle_tail: what AdamW does to the slices that a step did not use: "frozen" leaves them
+            unchanged, "moving" lets momentum and weight decay act on them.
+        eval_granularities: submodels to validate besides the uniform ones, each a list with one
+            granularity index per layer.
         lr: peak learning rate.
         betas: of AdamW.
-        weight_decay: decoupled; norms, biases and embeddings are spared.
+        weight_decay: decoupled, per unit of learning rate; not on norms, biases and embeddings.
         warmup_steps: optimizer steps, or a share of all if below 1.
         schedule: "cosine_warmup_with_min_lr", "linear", "constant_with_warmup", …
         schedule_args: of transformers' get_scheduler, such as {min_lr_rate: 0.1}.
+
+    Raises:
+        ValueError: for `joint` without fractions, `split_batch` without `joint`, or `distill`
+            outside of 0 to 1.
     """
 
     def __init__(
@@ -89,7 +96,7 @@ class MatLM(ElasticModule):
         super().__init__(fractions, joint, split_batch)
         if not 0 <= distill <= 1:
             raise ValueError(f"distill is {distill}, expected a share of the loss from 0 to 1")
-        # where a run began is not what it is: loading it again must not download or need old files
+        # these say where a run started: loading its checkpoint must not download or need old files
         self.save_hyperparameters(ignore=["init_from", "pretrained", "teacher_from"])
         self.init_from, self.pretrained, self.teacher_from = init_from, pretrained, teacher_from
         self.teacher: Any = None
@@ -105,7 +112,7 @@ class MatLM(ElasticModule):
         else:
             config = AutoConfig.for_model(**h.config)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        self._match_tokenizer(model)
+        match_tokenizer(model, self._trainer)
         if self.init_from is not None:
             load_weights(model, self.init_from)
         if h.fractions is not None:
@@ -115,18 +122,8 @@ class MatLM(ElasticModule):
         self.model = model
         self.metrics = SubmodelMetrics(list(self.submodels))
 
-    def _match_tokenizer(self, model: Any) -> None:
-        data = getattr(self._trainer, "datamodule", None) if self._trainer else None
-        tokens = getattr(data, "vocab_size", None)
-        if tokens is not None and tokens > model.config.vocab_size:
-            raise ValueError(
-                f"the tokenizer has {tokens} tokens and the model embeds "
-                f"{model.config.vocab_size}: set data.tokenizer to the model's own, or vocab_size "
-                "in model.model_args and data alike"
-            )
-
     def build_teacher(self) -> nn.Module:
-        """The original with its weights, for the callback FrozenTeacher."""
+        """The original model with its pre-trained weights, for the callback FrozenTeacher."""
         h = self.settings
         return build_text(self.teacher_from or h.architecture, "causal", h.model_args or {}, True)
 
@@ -141,7 +138,11 @@ class MatLM(ElasticModule):
         return loss
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Of labels (B, L) after tokens (B, L), at the granularity that is set."""
+        """The mean next-token loss of labels (B, L) for tokens (B, L).
+
+        Raises:
+            ValueError: if `distill` is set and no callback has given the module a teacher.
+        """
         share = self.settings.distill
         logits = self(inputs)[:, :-1].flatten(0, 1).float()
         targets = targets[:, 1:].flatten()
@@ -168,7 +169,7 @@ class MatLM(ElasticModule):
 
     @property
     def granularity(self) -> list[int]:
-        """What predicts: one index for each layer. Set as `set_granularity` takes it."""
+        """The submodel in use, one index per layer; may be set to what `set_granularity` takes."""
         return [layer.granularity for layer in nesting_of(self.model).layers]
 
     @granularity.setter
@@ -176,7 +177,7 @@ class MatLM(ElasticModule):
         set_granularity(self.model, chosen)
 
     def averages(self) -> dict[str, dict[str, Tensor]]:
-        """Those of every method, and perplexity."""
+        """The metrics of each submodel, with `perplexity`, the exponential of the mean loss."""
         averages = super().averages()
         return {
             label: {**values, "perplexity": values["loss"].exp()}

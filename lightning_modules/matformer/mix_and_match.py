@@ -1,8 +1,8 @@
-"""Mix'n'Match: which granularity each layer gets, under a budget and without search.
+"""Mix'n'Match: chooses a granularity for each layer under a budget, without search.
 
 MatFormer, arXiv 2310.07707, section 3.3 and appendix D.1. A model trained with g nested sizes
-holds g^layers submodels. Section 3.3 picks one without measuring any: granularities do not fall
-with depth, and change as little as they can.
+holds g^layers submodels. Section 3.3 picks one without measuring any of them: granularities do not
+decrease with depth, and change as little as possible.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ Order = Literal["increase", "decrease", "increase-decrease", "decrease-increase"
 
 
 def check_budget(costs: Costs, budget: float) -> None:
-    """Refuse a budget that no submodel fits.
+    """Refuse a budget that is below the smallest submodel's cost.
 
     Args:
         costs: ``costs[layer][granularity]``, smallest granularity first.
@@ -41,18 +41,19 @@ def check_budget(costs: Costs, budget: float) -> None:
 def mix_and_match(costs: Costs, budget: float) -> list[int]:
     """Choose the granularity of each layer for a budget.
 
-    Of all configurations of least slope, which take one step between neighbouring granularities,
+    A configuration of least slope takes at most one step between neighbouring granularities:
 
-        i, …, i, i+1, …, i+1        (the last k layers one larger)
+        i, …, i, i+1, …, i+1        (the last k layers one granularity larger)
 
-    the one that costs most within the budget. Section 3.3 and appendix D.1; Table 5's rows of 16
-    layers follow. Where layers differ (Swin's stages), each counts with its own cost.
+    The result is the most expensive of these within the budget. Section 3.3 and appendix D.1; it
+    reproduces the 16-layer rows of Table 5. Where layers differ (Swin's stages), each has its own
+    costs.
 
     Args:
         costs: ``costs[layer][granularity]``, smallest granularity first, in any unit: parameters,
             multiply-adds, measured milliseconds (costs.py).
-        budget: Cost allowed for all layers together, in the same unit. More than the largest
-            submodel costs gives the largest.
+        budget: Cost allowed for all layers together, in the same unit. A budget above the largest
+            submodel's cost gives the largest submodel.
 
     Returns:
         The granularity index of each layer, first layer first, never decreasing.
@@ -73,7 +74,7 @@ def mix_and_match(costs: Costs, budget: float) -> list[int]:
     def cost(configuration: Sequence[int]) -> float:
         return sum(layer[index] for layer, index in zip(costs, configuration, strict=True))
 
-    # measured costs need not rise with size; of equally dear ones the larger is taken
+    # measured costs need not grow with size; among equal costs the larger configuration wins
     affordable = [(cost(c), place, c) for place, c in enumerate(ladder) if cost(c) <= budget]
     return max(affordable)[2]
 
@@ -81,8 +82,8 @@ def mix_and_match(costs: Costs, budget: float) -> list[int]:
 def arrange(configuration: Sequence[int], order: Order) -> list[int]:
     """Put the granularities of a configuration in another order over depth.
 
-    The baselines that appendix D.1 compares with the increasing order: where layers cost the same,
-    each order costs the same, so that only the order is compared.
+    These are the baselines that appendix D.1 compares with the increasing order. Where all layers
+    cost the same, every order has the same cost, so that the comparison is of order alone.
 
     Args:
         configuration: Granularity of each layer, in any order.
@@ -99,5 +100,5 @@ def arrange(configuration: Sequence[int], order: Order) -> list[int]:
     ranked = sorted(configuration, reverse=order.startswith("decrease"))
     if order in ("increase", "decrease"):
         return ranked
-    # Every other one on the way to the turn, the rest on the way back: exact for odd counts too.
+    # Every other entry before the turn, the rest after it in reverse: right for odd counts too.
     return ranked[::2] + ranked[1::2][::-1]

@@ -23,28 +23,30 @@ class MatViT(ElasticModule):
     """A nested image classifier; with `fractions: null`, the plain model it is compared with.
 
     One step optimises L(M_i(x), y) for the granularity i that is set (MatFormer, arXiv
-    2310.07707, Eq. 2). The callback GranularitySampling sets it: it comes with the module, and one
-    in trainer.callbacks, with other probabilities for example, takes its place.
+    2310.07707, Eq. 2). The callback GranularitySampling sets it. The module adds that callback
+    itself; one in trainer.callbacks, for example with other probabilities, replaces it.
 
     Args:
         num_classes: outputs of the head.
         architecture: timm name of the model.
         model_args: further arguments of timm.create_model.
-        pretrained: start from the hub's weights. Like init_from not part of the checkpoint.
-        init_from: start from the weights of a checkpoint, state_dict or safetensors file.
-        fractions: share of the hidden neurons (heads, blocks) at each granularity; null for none.
-        part: what is nested, "ffn", "heads" or "depth".
+        pretrained: start from the architecture's pre-trained weights. Not saved in checkpoints.
+        init_from: start from the weights of a checkpoint, state_dict or safetensors file. Not
+            saved in checkpoints.
+        fractions: share of the hidden neurons (heads, blocks) at each granularity; null for a
+            plain model.
+        part: what is nested: "ffn", "heads" or "depth".
         joint: null trains the granularity that is drawn. "mean" or "sum" puts every batch through
             all granularities and takes the mean or sum of their losses.
-        split_batch: with `joint`, cut the batch into one piece for each granularity instead of
-            giving all of it to each (DynaBERT's training as Appendix B.4 describes it).
-        idle_tail: what AdamW does to the slices a step did not use: "frozen" leaves them as they
-            were, "moving" lets momentum and weight decay act on them.
+        split_batch: with `joint`, split the batch into one piece for each granularity instead of
+            giving each the full batch (DynaBERT's training as Appendix B.4 describes it).
+        idle_tail: what the optimizer does to the slices that a step did not use: "frozen" leaves
+            them unchanged, "moving" lets momentum and weight decay act on them.
         loss: "softmax" or "sigmoid" cross-entropy.
         head_bias: initial bias of the classifier, whose weights then start at zero; null leaves
             timm's initialisation.
-        eval_granularities: submodels to validate besides the uniform ones: lists with one index
-            per layer.
+        eval_granularities: submodels to validate besides the uniform ones, each a list with one
+            granularity index per layer.
         optimizer: "adamw" or "sgd".
         lr: peak learning rate.
         betas: of AdamW.
@@ -53,8 +55,8 @@ class MatViT(ElasticModule):
         decay_vectors: decay biases and norms too.
         warmup_steps: optimizer steps, or a share of all if below 1.
         schedule: "cosine", "linear", "constant_with_warmup", …
-        granularity: what predicts: a name, or one index per layer; null for the largest. Like
-            pretrained not part of the checkpoint; also an attribute that may be set.
+        granularity: the submodel that predicts: a name, or one index per layer; null for the
+            largest. Not saved in checkpoints; the attribute may be set later.
 
     Raises:
         ValueError: for `joint` without fractions, or `split_batch` without `joint`.
@@ -89,7 +91,7 @@ class MatViT(ElasticModule):
         granularity: list[int] | str | None = None,
     ):
         super().__init__(fractions, joint, split_batch)
-        # where a run began is not what it is: loading it again must not download or need old files
+        # these say where a run started: loading its checkpoint must not download or need old files
         self.save_hyperparameters(ignore=["init_from", "pretrained", "granularity"])
         self.init_from, self.pretrained = init_from, pretrained
         self.granularity = granularity

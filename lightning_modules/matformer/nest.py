@@ -6,12 +6,12 @@ ordered, and granularity i uses the first m_i of them:
     FFN_i(x) = act(x · W1[:m_i]ᵀ + b1[:m_i]) · W2[:, :m_i]ᵀ + b2
 
 Appendix F.2 nests attention in the same way: the first heads instead of the first neurons. A
-smaller granularity reads a slice of the weights, so it does fewer operations; nothing is masked.
+smaller granularity computes with slices of the weights (not masks), so it needs fewer operations.
 Parameter names do not change: the state_dict of a nested model is the original model's.
 
-Where keys and values are shared by groups of heads, whole groups are dropped, so that a smaller
-granularity also has a smaller cache; where all heads share them, query heads are. Depth, which the
-paper does not nest, drops whole blocks, evenly; the first and (from two on) the last stay.
+Where groups of heads share keys and values, whole groups are dropped, so that a smaller granularity
+also has a smaller cache; where all heads share them, query heads are dropped. Depth, which the
+paper does not nest, drops evenly spaced blocks and keeps the first and, from two on, the last one.
 """
 
 import copy
@@ -63,18 +63,18 @@ def nest(
         model: any module that holds such layers: a timm ViT, a transformers model, …
         fractions: share of the neurons (heads, blocks) at each granularity, increasing; the last
             is 1. Section 3.1: FFN ratios {0.5, 1, 2, 4} of d_model are 1/8, 1/4, 1/2, 1; Appendix
-            F.2 takes 1/4, 1/2, 3/4, 1 of the heads. Or several axes at once, {"ffn": …,
-            "heads": …}, equally many fractions each; there neighbours may be equal in one of them.
-        part: the axis, where only one is given: "ffn", "heads" or "depth". A block that is skipped
-            has no gradient: DDP needs find_unused_parameters then.
+            F.2 takes 1/4, 1/2, 3/4, 1 of the heads. Several axes at once are a dict, {"ffn": …,
+            "heads": …}, with equally many fractions each; neighbours may then be equal in one axis.
+        part: the axis of a single list of fractions: "ffn", "heads" or "depth". With "depth", a
+            skipped block has no gradient, so that DDP needs find_unused_parameters.
 
     Returns:
-        The same model; `model.nesting` says what varies.
+        The same model; `model.nesting` records what varies.
 
     Raises:
-        ValueError: before anything is changed, if fractions are not increasing up to 1 or do not
-            give whole neurons or heads, or the model is nested already, or holds something to nest
-            whose layout or type of layer is not known.
+        ValueError: before anything is changed, if fractions do not increase up to 1 or do not
+            give whole numbers of neurons or heads, or the model is nested already, or holds
+            something to nest whose layout or type of layer is not known.
     """
     if hasattr(model, "nesting"):
         raise ValueError("the model is nested already: extract a granularity from it first")
@@ -96,17 +96,19 @@ def nest(
 def extract(model: nn.Module, granularity: Granularity) -> nn.Module:
     """A standalone copy of one submodel, plain and no longer nested.
 
-    Weights are sliced as they are copied, so there is never a second full model. A transformers
-    configuration follows where it can say the new sizes (all layers alike); then save_pretrained
-    and AutoModel….from_pretrained work as ever. export.py writes the others.
+    Weights are sliced as they are copied, so there is never a second full model in memory. Where
+    a transformers configuration can express the new sizes (all layers alike) it is updated, and
+    save_pretrained and AutoModel….from_pretrained work. export.py saves all other submodels.
 
     Args:
-        model: a nested model; it is left as it was.
+        model: a nested model; its granularity is restored.
         granularity: as for `set_granularity`.
 
     Returns:
-        A model of the original class made of ordinary layers, with its own weights; the smallest
-        layers hold no trace of the larger ones.
+        A model of the original class, made of ordinary layers, that shares no memory with `model`.
+
+    Raises:
+        ValueError: if the model is not nested, or there is no such granularity.
     """
     nesting = nesting_of(model)
     chosen = nesting.resolve(granularity)
@@ -132,7 +134,7 @@ def extract(model: nn.Module, granularity: Granularity) -> nn.Module:
 
 
 def _without_skipped(layer: NestedLayer, memo: dict[int, Any]) -> nn.Module:
-    """A copy of the list of blocks that holds only those in use, numbered anew."""
+    """A copy of the list of blocks with only those in use, renumbered from 0."""
     container, kept = layer.module, layer.kept[layer.granularity]
     copied = container.__class__.__new__(container.__class__)
     vars(copied).update(
@@ -143,13 +145,13 @@ def _without_skipped(layer: NestedLayer, memo: dict[int, Any]) -> nn.Module:
     for number, block in enumerate(blocks):
         del block.forward
         for module in block.modules():
-            if hasattr(module, "layer_idx"):  # a transformers model finds its cache by it
+            if hasattr(module, "layer_idx"):  # transformers' index of a layer's cache
                 module.layer_idx = number  # type: ignore[assignment]
     return copied
 
 
 def _follow(model: nn.Module, layers: Sequence[NestedLayer], memo: dict[int, Any]) -> None:
-    """Write the sizes in use into the copies of transformers' configurations, where all agree."""
+    """Write the sizes in use into the copies of the configurations, where all layers agree."""
     modules = dict(model.named_modules())
     sizes: dict[int, dict[str, list[Any]]] = {}
     for layer in layers:
@@ -175,7 +177,7 @@ def _follow(model: nn.Module, layers: Sequence[NestedLayer], memo: dict[int, Any
 def _follow_depth(config: Any, blocks: int, kept: Sequence[int]) -> None:
     if getattr(config, "num_hidden_layers", None) != blocks:
         return
-    for name, value in list(vars(config).items()):  # layer_types and the like: one entry a block
+    for name, value in list(vars(config).items()):  # such as layer_types: one entry per block
         if isinstance(value, list) and len(value) == blocks:
             setattr(config, name, [value[index] for index in kept])
     config.num_hidden_layers = len(kept)
@@ -244,7 +246,7 @@ def _describe_depth(model: nn.Module, fractions: Sequence[float]) -> NestedLayer
     widths = _whole(name, fractions, len(stack), "blocks")
     remaining = list(range(len(stack)))
     kept = []
-    for width in reversed(widths):  # nested: each picks evenly from the next larger one
+    for width in reversed(widths):  # each granularity picks evenly from the next larger one's
         last = max(width - 1, 1)
         remaining = [remaining[round(i * (len(remaining) - 1) / last)] for i in range(width)]
         kept.append(tuple(remaining))

@@ -1,6 +1,7 @@
 """Layers that use only the first units of their weights: neurons, heads or groups of heads.
 
-A layer becomes one by a change of its class (`slice_layer`): its parameters, names and hooks stay.
+`slice_layer` turns a layer into a nested one by changing its class; its parameters, their names and
+its hooks stay.
 """
 
 import copy
@@ -17,20 +18,22 @@ from lightning_modules.layouts import Cut
 
 
 class Nested(nn.Module):
-    """What the nested layers share.
+    """Base class of the nested layers.
 
     Attributes:
+        plain_class: the class of the layer before it was nested.
+        outputs: the dimension of the weight that its outputs lie along.
         cut: which outputs or inputs belong to which unit.
-        runs: (start, stop) of the outputs or inputs in use.
+        runs: contiguous ranges (start, stop) of the outputs or inputs in use.
     """
 
     plain_class: type[nn.Module]
-    outputs = 0  # the dimension of the weight that stands for outputs
+    outputs = 0
     cut: Cut
     runs: tuple[tuple[int, int], ...]
 
     def select(self, units: int) -> None:
-        """Use the first so many units from now on."""
+        """Use the first `units` units from now on."""
         weight: Any = self.weight
         length: int = weight.shape[self.axis("weight")]
         kept: list[tuple[int, int]] = []
@@ -47,13 +50,13 @@ class Nested(nn.Module):
         self.runs = tuple(merged)
 
     def axis(self, name: str) -> int | None:
-        """The dimension of the parameter that the units lie along; None where it has none."""
+        """The dimension of a parameter that the units lie along; None for a bias they share."""
         if getattr(self, name).ndim == 1:
             return None if self.cut.dim else 0
         return self.outputs ^ self.cut.dim
 
     def in_use(self, name: str) -> Tensor | None:
-        """The part of the parameter that the units in use own: a view where it is one run."""
+        """The part of a parameter that is in use; a view where it is one contiguous range."""
         parameter = getattr(self, name)
         if parameter is None or (axis := self.axis(name)) is None:
             return parameter
@@ -64,12 +67,12 @@ class Nested(nn.Module):
         """An ordinary layer with the weights in use.
 
         Args:
-            memo: of the deepcopy that this is part of, and the weights are copied; with None they
-                are shared, and do not train.
+            memo: the memo of the deepcopy that this call is part of: the weights are copied. With
+                None they are shared with this layer and do not require gradients.
         """
-        own = ("_parameters", "cut", "runs")
+        replaced = ("_parameters", "cut", "runs")
         layer = self.plain_class.__new__(self.plain_class)
-        rest = {name: value for name, value in vars(self).items() if name not in own}
+        rest = {name: value for name, value in vars(self).items() if name not in replaced}
         vars(layer).update(rest if memo is None else copy.deepcopy(rest, memo))
 
         def part(name: str, parameter: nn.Parameter) -> nn.Parameter:
@@ -105,7 +108,7 @@ class NestedLinear(Nested, nn.Linear):
 
 
 class NestedConv1D(Nested, Conv1D):
-    """The same for transformers' Conv1D, whose weight is (inputs, outputs)."""
+    """A nested Conv1D of transformers: a linear layer whose weight is (inputs, outputs)."""
 
     plain_class = Conv1D
     outputs = 1
@@ -138,7 +141,7 @@ class NestedLayerNorm(Nested, nn.LayerNorm):
 
 
 class NestedTimmLayerNorm(NestedLayerNorm, TimmLayerNorm):
-    """The same for timm's own subclass."""
+    """Layer normalisation over the first units, for timm's subclass of nn.LayerNorm."""
 
     plain_class = TimmLayerNorm
 

@@ -1,6 +1,6 @@
-"""What is nested in a model, and which of its sizes is in use.
+"""The record of what is nested in a model and which size is in use.
 
-`nest` leaves this record as `model.nesting`.
+`nest` stores it as `model.nesting`.
 """
 
 import itertools
@@ -26,12 +26,13 @@ class NestedLayer:
     Attributes:
         name: path of the module in the model, such as "blocks.3.mlp".
         axis: "ffn", "heads" or "depth".
-        module: the module whose children are sliced; the list that holds the blocks.
-        widths: neurons, heads (groups of them where keys are shared) or blocks at each
-            granularity, increasing.
-        layer: how its weights lie; None for depth.
-        kept: for depth, the blocks of each granularity.
-        granularity: the one that is set.
+        module: the module whose children are sliced; for depth, the list of blocks.
+        widths: number of neurons, heads (groups of heads where they share keys and values) or
+            blocks at each granularity, increasing.
+        layer: the layout of its weights; None for depth.
+        kept: for depth, indices of the blocks that each granularity keeps.
+        granularity: index of the granularity that is set.
+        originals: values at the largest granularity of the module's attributes that depend on it.
     """
 
     name: str
@@ -49,7 +50,7 @@ class NestedLayer:
         return self.widths[self.granularity]
 
     def select(self, granularity: int) -> None:
-        """Use the first widths[granularity] units from now on."""
+        """Use the first widths[granularity] units (for depth, the blocks kept) from now on."""
         self.granularity = granularity
         if self.layer is None:
             for index, block in enumerate(self.module.children()):
@@ -63,7 +64,7 @@ class NestedLayer:
         set_attributes(self.module, self.originals | changed)
 
     def slices(self) -> dict[str, Nested]:
-        """The children that are sliced (once `nest` is done), by path."""
+        """The sliced children by path, after `begin`; empty for depth."""
         if self.layer is None:
             return {}
         return {cut.path: self.module.get_submodule(cut.path) for cut in self.layer.cuts}  # type: ignore[misc]
@@ -84,7 +85,7 @@ class NestedLayer:
 
 
 class Skip:
-    """The forward of a residual block that may be skipped: then it returns what it is given."""
+    """The forward of a residual block that may be skipped: then it returns its input."""
 
     def __init__(self, block: nn.Module):
         self.block = block
@@ -98,11 +99,11 @@ class Skip:
 
 @dataclass
 class Nesting:
-    """What `nest` did to a model; kept as `model.nesting`.
+    """What `nest` did to a model; stored as `model.nesting`.
 
     Attributes:
-        axes: fractions at each granularity, by "ffn", "heads", "depth".
-        layers: what varies, in the model's order.
+        axes: the fractions of the granularities, by axis ("ffn", "heads", "depth").
+        layers: the nested layers, in the order of the model's modules.
     """
 
     axes: dict[str, tuple[float, ...]]
@@ -115,11 +116,11 @@ class Nesting:
         return GRANULARITIES if count == 4 else tuple(str(i) for i in range(count))
 
     def resolve(self, granularity: Granularity) -> list[int]:
-        """The granularity's index for each layer.
+        """The index of the granularity for each layer.
 
         Args:
             granularity: one name or index for all layers; one index for each layer, in the order
-                of `layers`; or either of these by axis, where an axis that is left out is largest.
+                of `layers`; or a dict of these by axis (axes left out get the largest).
 
         Raises:
             ValueError: for an unknown name, index or axis, or a list of another length.
@@ -213,7 +214,11 @@ def set_granularity(model: nn.Module, granularity: Granularity) -> None:
 
 @contextmanager
 def granularity(model: nn.Module, granularity: Granularity) -> Iterator[nn.Module]:
-    """Use the given submodel inside a `with`, and then again the one that was set before."""
+    """Use the given submodel inside a `with` block, and restore the previous one after it.
+
+    Raises:
+        ValueError: if the model is not nested, or there is no such granularity.
+    """
     before = [layer.granularity for layer in nesting_of(model).layers]
     set_granularity(model, granularity)
     try:

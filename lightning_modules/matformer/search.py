@@ -1,10 +1,10 @@
-"""Evolutionary search for a submodel: the baseline of Mix'n'Match.
+"""Evolutionary search for a submodel: the baseline that Mix'n'Match is compared with.
 
 MatFormer, arXiv 2310.07707, appendix D.1. Measure the loss of a random sample of submodels, learn
-to predict loss from architecture, then evolve the architecture of least predicted loss inside a
-budget. Mix'n'Match needs none of these and is the better of the two in the paper's Table 5.
+to predict loss from architecture, then evolve the architecture of least predicted loss within a
+budget. Mix'n'Match needs none of this and has the lower loss in the paper's Table 5.
 
-The paper names neither the predictor nor the settings of the evolution; those here are ours.
+The paper names neither the predictor nor the settings of the evolution; we chose those here.
 """
 
 from collections.abc import Sequence
@@ -82,10 +82,10 @@ def fit_predictor(
 ) -> Predictor:
     """Learn to predict the loss of a submodel from its granularities.
 
-    Kernel ridge regression on two views of each layer: the granularity as a number (its effect is
-    close to linear, about 0.04 log-perplexity a step in Table 6) and as a one-hot (what is not
-    linear). The kernel lets layers interact; cross-validation on the training pairs chooses how
-    much.
+    Kernel ridge regression on two features of each layer: the granularity as a number (its effect
+    is close to linear, about 0.04 log-perplexity a step in Table 6) and one-hot (for the
+    non-linear part). Cross-validation on the training pairs chooses the kernel's width and the
+    regularisation.
 
     Args:
         configurations: Granularity of each layer, shape (N, layers).
@@ -115,7 +115,7 @@ def fit_predictor(
     train_x, test_x, train_y, test_y = train_test_split(
         np.asarray(configurations), np.asarray(losses), train_size=train_pairs, random_state=seed
     )
-    # A granularity that training never saw in a layer is no error: its number still tells.
+    # a granularity that no training pair has in a layer still has its number as a feature
     one_hot = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
     smoothness = {"alpha": np.logspace(-4, 1, 6), "gamma": np.logspace(-4, -1, 4)}
     ridge = GridSearchCV(
@@ -140,18 +140,18 @@ def evolve(
     mutation: float = 0.1,
     seed: int = 0,
 ) -> list[int]:
-    """Evolve the configuration of least predicted loss inside a budget.
+    """Evolve the configuration of least predicted loss within a budget.
 
     Each generation keeps its best quarter and fills up with children of two random parents from
-    it: each layer comes from either parent, then mutates to a random granularity. A configuration
-    over the budget is repaired at birth, so that none is ever outside it.
+    that quarter: each layer is taken from either parent and then, with probability `mutation`,
+    replaced by a random granularity. A child over the budget is made smaller at once.
 
     Args:
         predictor: Gives the loss of a configuration of as many layers as ``costs`` has.
         costs: ``costs[layer][granularity]``, smallest granularity first, in any unit.
         budget: Cost allowed for all layers together, in the same unit.
         population: Configurations in a generation.
-        generations: How often to breed.
+        generations: Number of generations after the first.
         mutation: Probability that a child's layer mutates.
         seed: Seed of every random choice here.
 
@@ -165,7 +165,7 @@ def evolve(
     check_budget(costs, budget)
     if population < 4:
         raise ValueError(
-            f"population is {population}; use at least 4, because a quarter become parents."
+            f"population is {population}; use at least 4, because a quarter of it become parents."
         )
     generator = np.random.default_rng(seed)
     cost = np.asarray(costs)
@@ -178,7 +178,7 @@ def evolve(
     def repair(configurations: NDArray[np.int64]) -> NDArray[np.int64]:
         """Lower random layers by one step until every configuration is within the budget."""
         while (over := np.flatnonzero(cost[place, configurations].sum(axis=1) > budget)).size:
-            # 1 - [0, 1) is never 0, so that a layer already smallest is never the highest draw.
+            # 1 - [0, 1) is never 0, so a layer that is already smallest never has the highest draw
             draw = (1 - generator.random((over.size, layers))) * (configurations[over] > 0)
             configurations[over, draw.argmax(axis=1)] -= 1
         return configurations

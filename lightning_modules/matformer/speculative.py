@@ -1,15 +1,17 @@
 """Speculative decoding: a submodel drafts some tokens, the model verifies them in one pass.
 
 MatFormer (arXiv 2310.07707), Table 2 and Appendix C.1, on Leviathan et al. (arXiv 2211.17192).
-With a draft of k tokens d_1 … d_k from distributions q_1 … q_k and the verifier's p_1 … p_{k+1}:
+Let d_1 … d_k be the drafted tokens, drawn from q_1 … q_k, and p_1 … p_{k+1} the verifier's
+distributions at the same positions and after the last:
 
-* greedy: the drafted tokens stay up to the first that is not arg max p_j, which replaces it;
-* sampling: d_j stays with probability min(1, p_j(d_j) / q_j(d_j)); the first that does not is
-  drawn anew from max(0, p_j - q_j), normalised.
+* greedy: tokens are accepted up to the first that differs from arg max p_j, which replaces it;
+* sampling: d_j is accepted with probability min(1, p_j(d_j) / q_j(d_j)); in place of the first
+  token that is rejected, one is drawn from max(0, p_j - q_j), normalised.
 
-Either way the verifier adds one token, and what comes out is distributed exactly as if it had
-written alone. A submodel that leaves attention as it is has keys and values of the same shape: both
-then use one cache, in which the verifier's pass overwrites the draft's entries (App. C.1).
+Either way each pass of the verifier adds one token of its own, and the result has exactly the
+distribution of the verifier alone. Where a submodel keeps all attention heads, its keys and values
+have the verifier's shape: both then use one cache, in which the verifier's pass overwrites the
+draft's entries (App. C.1).
 """
 
 import math
@@ -26,18 +28,18 @@ from lightning_modules.matformer.drafts import Reader, Slots, drafter
 from lightning_modules.matformer.nest import Granularity
 from lightning_modules.matformer.views import as_set
 
-LONGEST_DRAFT = 16  # of an adapted length
+LONGEST_DRAFT = 16  # the most tokens of a draft with draft_tokens="adaptive"
 
 
 @dataclass
 class SpeculationRecord:
-    """What happened in a `speculative_generate`, over all sequences of the batch.
+    """Counts of a `speculative_generate`, over all sequences of the batch.
 
     Attributes:
-        rounds: passes of the verifier, the first over the prompt not counted.
+        rounds: passes of the verifier, without the first over the prompt.
         drafted: tokens drafted for sequences that were not finished.
-        tested: those of them up to the first that was not accepted.
-        accepted: those accepted.
+        tested: drafted tokens up to and including each round's first rejected one.
+        accepted: drafted tokens that were accepted.
     """
 
     rounds: int = 0
@@ -47,17 +49,17 @@ class SpeculationRecord:
 
     @property
     def acceptance(self) -> float:
-        """Estimate of the probability that a drafted token is accepted."""
+        """The estimated probability that a drafted token is accepted; nan without any."""
         return self.accepted / self.tested if self.tested else math.nan
 
 
 def expected_speedup(acceptance: float, draft_tokens: int, cost: float) -> float:
-    """Tokens in the time of one pass of the verifier, when a pass of k + 1 tokens takes no longer.
+    """Expected speed-up over plain decoding, if a pass over k + 1 tokens takes as long as over one.
 
-    (1 - α^{k+1}) / ((1 - α)(c·k + 1)); Leviathan et al., Theorem 3.8.
+    (1 - α^{k+1}) / ((1 - α)(c·k + 1)); Leviathan et al. (arXiv 2211.17192), Theorem 3.8.
 
     Args:
-        acceptance: α, the probability that a drafted token is accepted, independent of others.
+        acceptance: α, the probability that a drafted token is accepted, independent of the others.
         draft_tokens: k.
         cost: c, the draft's pass over one token relative to the verifier's.
     """
@@ -86,37 +88,41 @@ def speculative_generate(
     generator: torch.Generator | None = None,
     record: SpeculationRecord | None = None,
 ) -> Tensor:
-    """Continue prompts as the model would by itself, in fewer of its passes.
+    """Continue prompts as the model would alone, in fewer of its passes.
 
     Args:
-        model: a decoder of transformers; the granularity it is set to verifies. Dropout is off.
+        model: the verifier, a decoder of transformers, at the granularity that is set. Dropout is
+            off while it decodes.
         input_ids: prompts (B, L), padded on the left.
         draft: the granularity of a nested model that drafts; or another model with the same
             vocabulary; or None for the model itself (with `draft_layers`).
-        max_new_tokens: that each prompt gets at most.
-        draft_tokens: k; "adaptive" chooses it each round, the best for the acceptance so far
-            and the multiply-adds of draft and verifier. 0 decodes without a draft.
-        share_cache: draft and verifier use one cache where they can: a submodel with all heads,
-            or the first layers. Otherwise each has its own.
+        max_new_tokens: the most new tokens of a sequence.
+        draft_tokens: k; "adaptive" chooses the k of each round by `expected_speedup`, from the
+            acceptance so far and the multiply-adds of draft and verifier. 0 decodes without a
+            draft.
+        share_cache: draft and verifier use one cache where they can: if the draft is a submodel
+            with all heads, or the model's first layers. Otherwise each has its own.
         do_sample: draw from the verifier's distribution instead of taking the likeliest token.
-        draft_layers: the draft stops after so many layers and goes to the output layer.
-        draft_vocabulary: only the first so many tokens are drafted, and the draft's output layer is
-            that much smaller; tokenizers number frequent tokens first.
+        draft_layers: the draft uses only so many of its first layers before the output layer.
+        draft_vocabulary: the draft proposes only so many of the first tokens of the vocabulary
+            (tokenizers number frequent tokens first), which makes its output layer smaller.
         attention_mask: (B, L), 0 where a prompt is padded; all 1 when None.
-        temperature: divides the logits of both before sampling.
-        eos_token_id: end a sequence; those of the model's generation_config when None.
-        pad_token_id: fills what is shorter; the first end token when None.
-        stop_strings: end a sequence once it holds one of them; needs `tokenizer`.
-        tokenizer: the model's.
-        generator: of the samples; torch's own when None.
-        record: gets what happened added.
+        temperature: divides the logits of draft and verifier before sampling.
+        eos_token_id: tokens that end a sequence; those of the model's generation_config when None.
+        pad_token_id: fills shorter sequences; the first end token when None.
+        stop_strings: texts that end a sequence once it contains one; needs `tokenizer`.
+        tokenizer: the model's tokenizer.
+        generator: random numbers for sampling; torch's default generator when None.
+        record: counts are added to it.
 
     Returns:
-        (B, L + T), prompts and continuations, T the longest of these; padded on the right.
+        Token ids (B, L + T), prompts and continuations, padded on the right; T is the length of
+        the longest continuation.
 
     Raises:
-        ValueError: the draft is larger than the verifier or has another vocabulary, a prompt is
-            too long for the model, padded on the right or empty, or an argument is out of range.
+        ValueError: if the draft is larger than the verifier or has another vocabulary, a prompt is
+            too long for the model, padded on the right or empty, the model has layers without
+            full attention, or an argument is out of range.
     """
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     ends = _end_tokens(model, eos_token_id)
@@ -154,7 +160,7 @@ def speculative_generate(
     fill = pad_token_id if pad_token_id is not None else (ends[0] if ends else 0)
     longest = max(len(row.new) for row in rows)
     written = [row.new + [fill] * (longest - len(row.new)) for row in rows]
-    with torch.inference_mode(False):  # an ordinary tensor, which may be changed and trained on
+    with torch.inference_mode(False):  # an ordinary tensor, which autograd accepts as an input
         return torch.cat([input_ids, torch.tensor(written, device=input_ids.device)], 1)
 
 
@@ -195,7 +201,7 @@ class _Loop:
     record: SpeculationRecord
 
     def begin(self, slots: Slots) -> Tensor:
-        """Read the prompts; the first new token (B,) gets the last slot."""
+        """Read the prompts and append the first new token; returns it, (B,)."""
         length = slots.valid.sum(1)
         _, latest = self._choose(self.verifier.read(slots)[:, -1])
         slots.add(latest, length)
@@ -205,9 +211,9 @@ class _Loop:
         """Draft k tokens and verify them.
 
         Args:
-            slots: what has been written; the last slot is read by nobody yet.
-            k: number of drafted tokens.
-            active: (B,), rows whose acceptance matters.
+            slots: the tokens so far, changed in place; neither cache holds the last slot yet.
+            k: number of tokens to draft.
+            active: (B,), True for rows that are not finished, whose acceptance is counted.
 
         Returns:
             The new tokens of each row.
@@ -221,7 +227,7 @@ class _Loop:
             drafted.append(token[:, None])
             proposals.append(q)
         if self.drafter.cache is self.verifier.cache:
-            self.verifier.cache.cut(base - 1)  # the verifier overwrites what the draft has left
+            self.verifier.cache.cut(base - 1)  # the verifier overwrites the draft's entries
         logits = self.verifier.read(slots, keep=k + 1)
         tokens = torch.cat(drafted, 1)
         if self.do_sample:
@@ -249,7 +255,10 @@ class _Loop:
         ]
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The distribution (B, V) that logits (B, V) stand for, and a token (B,) of it."""
+        """The distribution (B, V) of logits (B, V), and a token (B,) drawn from it.
+
+        Greedy decoding needs no distribution: then the logits and the likeliest token.
+        """
         if not self.do_sample:
             return logits, logits.argmax(-1)
         probabilities = self._probabilities(logits)
@@ -263,9 +272,9 @@ class _Loop:
     def _verify_samples(
         self, tokens: Tensor, proposals: list[Tensor], logits: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Accepted tokens of each row (B,), and the token (B,) that the verifier draws."""
+        """The number of accepted tokens (B,), and the token (B,) that the verifier draws."""
         p = self._probabilities(logits)
-        # beyond the last drafted token there is no proposal: all of p is left to draw from
+        # q stays zero after the last drafted token, so that the next token is drawn from p
         q = torch.zeros_like(p)
         for j, proposal in enumerate(proposals):
             q[:, j, : proposal.shape[1]] = proposal
@@ -275,13 +284,13 @@ class _Loop:
         accepted = fits.long().cumprod(1).sum(1)
         at = accepted[:, None, None].expand(-1, 1, p.shape[-1])
         rest = (p - q).clamp(min=0).gather(1, at)[:, 0]
-        # p = q but for rounding: any rejection there is rounding too
+        # p equals q up to rounding, so that the rejection is a rounding error as well: draw from p
         rest = torch.where(rest.sum(1, keepdim=True) > 0, rest, p.gather(1, at)[:, 0])
         return accepted, torch.multinomial(rest, 1, generator=self.generator)[:, 0]
 
 
 def relative_cost(verifier: Reader, drafting: Reader, input_ids: Tensor) -> float:
-    """Multiply-adds of the draft's pass over one token, over those of the verifier's."""
+    """Multiply-adds of the draft's pass over one token, divided by the verifier's."""
     flops = []
     for reader in (drafting, verifier):
         with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -295,7 +304,11 @@ def _models(model: nn.Module, draft: Any) -> list[nn.Module]:
 
 
 def _best_length(record: SpeculationRecord, cost: float) -> int:
-    """The draft length that promises most; one accepted and one rejected token are assumed."""
+    """The draft length with the largest expected speed-up.
+
+    The acceptance is estimated with one accepted and one rejected token added (Laplace's rule), so
+    that the first rounds are neither all nor nothing.
+    """
     acceptance = (record.accepted + 1) / (record.tested + 2)
     return max(range(1, LONGEST_DRAFT + 1), key=lambda k: expected_speedup(acceptance, k, cost))
 

@@ -1,7 +1,8 @@
-"""Smaller decoders that share the weights of a larger one: nothing is copied, nothing is changed.
+"""Smaller decoders that share the weights of a larger one, which stays unchanged.
 
-A view is made of shallow copies of the modules on the way to what differs; everything else is the
-model's own. So draft and verifier can take turns without either being set anew for each pass.
+A view consists of shallow copies of the modules between the root and each module that differs;
+every other module is shared with the model. So draft and verifier can alternate without setting a
+granularity before each pass.
 """
 
 import copy
@@ -13,12 +14,13 @@ from torch import Tensor, nn
 
 from lightning_modules.matformer.nesting import Skip, granularity, nesting_of
 
-MOST_ROWS = 8  # to which FewRowsLinear is the quicker one
-LEAST = 100_000  # weights of a layer for which it is
+# FewRowsLinear was faster than nn.Linear on a CPU up to this many rows, from this many weights on
+MOST_ROWS = 8
+LEAST_WEIGHTS = 100_000
 
 
 def as_set(model: Any) -> Any:
-    """A nested model at the granularity that is set; any other model itself."""
+    """A view of a nested model at the granularity that is set; any other model as it is."""
     nesting = getattr(model, "nesting", None)
     if nesting is None:
         return model
@@ -26,44 +28,44 @@ def as_set(model: Any) -> Any:
 
 
 def submodel(model: nn.Module, chosen: Sequence[int]) -> Any:
-    """A submodel of a nested model, made of ordinary layers.
+    """A view of a nested model's submodel, made of ordinary layers.
 
-    Blocks that a smaller depth skips are left out; those that stay keep their place in the cache.
+    Blocks that a smaller depth skips are left out; the others keep their layer index in the cache.
 
     Args:
-        model: nested; it stays as it is.
-        chosen: one index for each nested layer.
+        model: a nested model; its granularity is restored.
+        chosen: one granularity index for each nested layer.
     """
     tree = _Tree(model)
     layers = nesting_of(model).layers
     with granularity(model, chosen):
         for layer in layers:
-            for attribute in layer.originals:  # a copy has the values that are set at present
-                tree.own(_join(layer.name, attribute.rpartition(".")[0]))
+            for attribute in layer.originals:  # the copies keep the values of this granularity
+                tree.copy_of(_join(layer.name, attribute.rpartition(".")[0]))
             for path, child in layer.slices().items():
                 tree.put(_join(layer.name, path), child.plain(None))
         for stack in (layer for layer in layers if layer.axis == "depth"):
             for index in stack.kept[stack.granularity]:
-                tree.own(f"{stack.name}.{index}")
+                tree.copy_of(f"{stack.name}.{index}")
             tree.keep(stack.name, stack.kept[stack.granularity])
     del tree.root.nesting
     return tree.root
 
 
 def first_layers(model: Any, count: int) -> Any:
-    """The decoder that stops after its first layers and goes on with norm and output layer.
+    """A view of a decoder with only its first `count` layers before the final norm and output.
 
     Its keys and values are those of the model's first layers.
 
     Raises:
-        ValueError: there are fewer layers, or it is not a decoder of transformers.
+        ValueError: if there are fewer layers, or the model is no decoder of transformers.
     """
     base: Any = getattr(model, "base_model", None)
     lists = {} if base is None else dict(base.named_children())
     lists = {n: m for n, m in lists.items() if isinstance(m, nn.ModuleList) and len(m) > 1}
     if len(lists) != 1:
         raise ValueError(
-            f"{type(model).__name__} has no one list of layers to take the first of: expected a "
+            f"{type(model).__name__} has not exactly one list of layers: draft_layers needs a "
             "decoder of transformers"
         )
     ((name, layers),) = lists.items()
@@ -75,19 +77,19 @@ def first_layers(model: Any, count: int) -> Any:
 
 
 def first_tokens(model: Any, count: int) -> Any:
-    """The decoder whose output layer knows only the first tokens of the vocabulary.
+    """A view of a decoder whose output layer has only the first `count` tokens.
 
     Tokenizers number frequent tokens first: byte pairs in the order of their merges, unigrams in
-    that of their probabilities.
+    the order of their probabilities.
 
     Raises:
-        ValueError: there are fewer tokens, or the output layer is no linear one.
+        ValueError: if there are fewer tokens, or the output layer is not linear.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ValueError(
-            f"the output layer of {type(model).__name__} is a {type(head).__name__}, expected a "
-            "linear one: leave draft_vocabulary out"
+            f"the output layer of {type(model).__name__} is a {type(head).__name__}, expected "
+            "nn.Linear: leave draft_vocabulary out"
         )
     if not 1 <= count <= head.out_features:
         raise ValueError(
@@ -105,23 +107,21 @@ def first_tokens(model: Any, count: int) -> Any:
 
 
 def for_few_rows(model: Any) -> Any:
-    """The decoder with linear layers that are quick where a pass reads only a few tokens.
-
-    On a CPU, where that depends on how the product is written; on other devices the model itself.
-    """
+    """A view of a decoder whose linear layers on a CPU are faster for a few tokens at a time."""
     tree = _Tree(model)
     for name, layer in model.named_modules():
-        if type(layer) is nn.Linear and layer.weight.is_cpu and layer.weight.numel() >= LEAST:
-            quick = copy.copy(layer)
-            quick.__class__ = FewRowsLinear
-            tree.put(name, quick)
+        large = type(layer) is nn.Linear and layer.weight.numel() >= LEAST_WEIGHTS
+        if large and layer.weight.is_cpu:
+            faster = copy.copy(layer)
+            faster.__class__ = FewRowsLinear
+            tree.put(name, faster)
     return tree.root
 
 
 class FewRowsLinear(nn.Linear):
-    """A linear layer that computes (W · xᵀ)ᵀ for a few rows of x, and two rows where there is one.
+    """A linear layer that computes (W · xᵀ)ᵀ where x has few rows; a single row is doubled.
 
-    torch hands x · Wᵀ to a routine (MKL's sgemm, sgemv) that reads W from memory more slowly.
+    For x · Wᵀ, torch calls routines (MKL's sgemm and sgemv) that read W from memory more slowly.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class FewRowsLinear(nn.Linear):
 
 
 class _Tree:
-    """A model's shallow copy, in which modules get shallow copies of their own when asked for."""
+    """A shallow copy of a model, in which single modules can be copied or replaced."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -148,21 +148,21 @@ class _Tree:
     def root(self) -> Any:
         return self.copies[""]
 
-    def own(self, name: str) -> nn.Module:
-        """The copy of the module with this path."""
+    def copy_of(self, name: str) -> nn.Module:
+        """The shallow copy of the module with this path, made when it is first asked for."""
         if name not in self.copies:
             self.copies[name] = _shallow(self.model.get_submodule(name))
             self.put(name, self.copies[name])
         return self.copies[name]
 
     def put(self, name: str, module: nn.Module) -> None:
-        """Another module in place of the one with this path."""
+        """Put another module in place of the one with this path."""
         parent, _, last = name.rpartition(".")
-        self.own(parent)._modules[last] = module
+        self.copy_of(parent)._modules[last] = module
 
     def keep(self, name: str, kept: Sequence[int]) -> None:
-        """Only some entries of a list of modules."""
-        entries = self.own(name)._modules
+        """Drop all but some entries of the list of modules with this path."""
+        entries = self.copy_of(name)._modules
         for index, child in enumerate(list(entries)):
             if index not in kept:
                 del entries[child]
@@ -172,7 +172,7 @@ def _shallow(module: nn.Module) -> nn.Module:
     copied = copy.copy(module)
     copied._modules = dict(module._modules)  # copy.copy shares it
     if isinstance(vars(module).get("forward"), Skip):
-        del copied.forward  # it calls the original
+        del copied.forward  # it would call the original's
     return copied
 
 

@@ -97,7 +97,7 @@ def test_first_layers_draft(layers, share_cache):
 
 @pytest.mark.parametrize("share_cache", [True, False])
 def test_a_draft_of_the_first_tokens(monkeypatch, share_cache):
-    monkeypatch.setattr(views, "LEAST", 1)  # all linear layers take the form for few rows
+    monkeypatch.setattr(views, "LEAST_WEIGHTS", 1)  # all linear layers take the form for few rows
     model, record = nest(build(initializer_range=0.15), AXES["ffn"]), SpeculationRecord()
     ids = prompts(2)
     written = speculative_generate(

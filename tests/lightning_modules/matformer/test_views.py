@@ -106,14 +106,14 @@ def test_an_output_layer_with_a_bias_and_wrong_counts():
         with pytest.raises(ValueError, match="expected 1 to the model's 50 tokens"):
             first_tokens(model, wrong)
     model.set_output_embeddings(torch.nn.Identity())
-    with pytest.raises(ValueError, match="is a Identity, expected a linear one"):
+    with pytest.raises(ValueError, match="is a Identity, expected nn.Linear"):
         first_tokens(model, 7)
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 3), (1, 9)])
 def test_few_rows(monkeypatch, shape, bias):
-    monkeypatch.setattr(views, "LEAST", 12)
+    monkeypatch.setattr(views, "LEAST_WEIGHTS", 12)
     plain = torch.nn.Linear(5, 7, bias, dtype=torch.float64)
     small = torch.nn.Linear(5, 2, bias)
     quick = for_few_rows(torch.nn.Sequential(plain, small))
