@@ -1,4 +1,4 @@
-"""Writing the trained VeRA adapter, which is a thousand times smaller than a checkpoint."""
+"""Saves the trained VeRA adapter, which is a thousand times smaller than a checkpoint."""
 
 import logging
 from pathlib import Path
@@ -12,21 +12,21 @@ log = logging.getLogger("lightning_modules")
 
 
 class SaveAdapter(L.Callback):
-    """Writes a VeRA adapter when training has ended: kilobytes, to be read by `load_adapter`.
+    """Writes a VeRA adapter of some kilobytes when training has ended, for `load_adapter` to read.
 
-    With a `monitor` the adapter is that of the best checkpoint, otherwise that of the last step.
-    Its manifest names the base, the tokenizer and the classes. A model of another method has no
-    adapter; that is logged.
+    The adapter comes from the best checkpoint where a checkpoint callback has a `monitor`, and
+    from the last step otherwise. Its manifest names the base model, the tokenizer and the classes.
+    For a model without VeRA nothing is written, and the log says so.
 
     Args:
-        folder: where to; `adapter` in the run's folder when null.
+        folder: destination; null for `adapter` in the run's folder.
     """
 
     def __init__(self, folder: str | None = None):
         self.folder = folder
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write it. All ranks take part, because a sharded vector has to be gathered."""
+        """Write the adapter. All ranks take part, because a sharded vector has to be gathered."""
         model: Any = pl_module.model
         if not hasattr(model, "vera"):
             log.info("SaveAdapter: %s has no VeRA adapter to save", type(pl_module).__name__)
@@ -38,7 +38,7 @@ class SaveAdapter(L.Callback):
 
 
 def best_checkpoint(trainer: L.Trainer) -> Path | None:
-    """The file of the best checkpoint, if a checkpoint callback monitors something."""
+    """The best checkpoint's file; None without a monitored metric or where it is sharded."""
     for callback in trainer.checkpoint_callbacks:
         monitored = getattr(callback, "monitor", None)
         path = Path(getattr(callback, "best_model_path", ""))

@@ -1,4 +1,4 @@
-"""A teacher: a frozen model beside the one that trains."""
+"""Gives a student its teacher: a frozen model beside the one that trains."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ from torch import nn
 
 
 class FrozenTeacher(L.Callback):
-    """Gives a module its teacher while it trains.
+    """Builds the teacher of a LightningModule when fit starts, and frees it when fit ends.
 
     The module has `build_teacher()`, which returns a plain torch model with its weights loaded,
-    and a plain attribute `teacher`, None outside of fit. The teacher is put on the module's
-    device in the trainer's precision, without gradients and in eval mode, whatever the module's
-    mode. It is no submodule: not in `parameters()`, `state_dict()`, checkpoints, the optimizer,
-    DDP's buckets or FSDP's shards; each process holds a whole one. A resumed run builds it anew,
-    from where the first run did.
+    and an attribute `teacher`, None outside of fit. The teacher is moved to the module's device in
+    the trainer's precision and stays frozen and in eval mode, whatever the module's mode. It is
+    not registered as a submodule, so it is absent from `parameters()`, `state_dict()`,
+    checkpoints, the optimizer, DDP's buckets and FSDP's shards; each process holds a full copy. A
+    resumed run builds it again from the same source as the first run.
 
     Raises:
         ValueError: when training starts, if the module does not know how to build a teacher.
@@ -30,15 +30,15 @@ class FrozenTeacher(L.Callback):
             )
         teacher: nn.Module = build().requires_grad_(False).eval()
         teacher = trainer.precision_plugin.convert_module(teacher).to(pl_module.device)
-        # past nn.Module.__setattr__, which would make it a submodule
+        # not by nn.Module.__setattr__, which would register it as a submodule
         object.__setattr__(pl_module, "teacher", teacher)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Let the teacher go."""
+        """Free the teacher's memory."""
         object.__setattr__(pl_module, "teacher", None)
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        """Let the teacher go when training breaks off, too."""
+        """Free the teacher's memory when training fails or is interrupted."""
         object.__setattr__(pl_module, "teacher", None)

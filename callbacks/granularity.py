@@ -1,4 +1,4 @@
-"""Drawing the granularity that each training step optimises."""
+"""Draws the granularity that each training step optimises (MatFormer, Eq. 2)."""
 
 import os
 import random
@@ -12,15 +12,15 @@ from lightning_modules.matformer.nest import nesting_of, set_granularity
 class GranularitySampling(L.Callback):
     """Sets a random granularity before every training step.
 
-    The draw is a function of (seed, global step) alone: all processes agree without talking, a
+    The draw depends on (seed, global step) alone: all processes agree without communication, a
     resumed run draws what the uninterrupted run would have drawn, and the micro-batches of one
-    accumulated step share it. Nothing else that is random is disturbed.
+    accumulated step share a granularity. The global random number generators are not touched.
 
     Args:
-        probabilities: one for each granularity, summing to 1; uniform when null (MatFormer, Eq. 2
-            and Table 6).
-        per_layer: draw each layer's granularity independently (OFA, Appendix B.4).
-        seed: of the draws; the run's own (seed_everything) when null.
+        probabilities: one for each granularity, smallest first, summing to 1; uniform when null
+            (MatFormer, arXiv 2310.07707, Eq. 2 and Table 6).
+        per_layer: draw each layer's granularity independently (the OFA baseline, Appendix B.4).
+        seed: of the draws; null for the seed that seed_everything was given (0 without one).
 
     Raises:
         ValueError: when training starts, if the probabilities do not fit the model.
@@ -47,7 +47,7 @@ class GranularitySampling(L.Callback):
             )
 
     def draw(self, step: int, granularities: int, layers: int) -> list[int]:
-        """The granularity index of each layer at an optimizer step."""
+        """The granularity index of each layer at the optimizer step number `step`."""
         # Lightning leaves the run's seed in the environment, where all its processes find it
         seed = os.environ.get("PL_GLOBAL_SEED", 0) if self.seed is None else self.seed
         generator = random.Random(f"{seed} {step}")
@@ -58,7 +58,7 @@ class GranularitySampling(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Set the draw of this step."""
+        """Set the granularity drawn for this step."""
         nesting = nesting_of(pl_module.model)  # type: ignore[arg-type]
         chosen = self.draw(trainer.global_step, len(nesting.names), len(nesting.layers))
         set_granularity(pl_module.model, chosen)  # type: ignore[arg-type]

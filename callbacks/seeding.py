@@ -1,4 +1,4 @@
-"""Random numbers that a resumed run draws again."""
+"""Makes the random numbers of a resumed run equal those of the uninterrupted one."""
 
 import random
 from typing import Any
@@ -11,12 +11,12 @@ import torch
 class SeedEveryStep(L.Callback):
     """Seeds python's, numpy's and torch's generators before every training batch.
 
-    What a batch draws (dropout, stochastic depth, mixup, masks) then depends only on
+    All randomness within a batch (dropout, stochastic depth, mixup, masks) then depends only on
     (seed, batches seen, rank), so an interrupted and resumed run equals the uninterrupted one,
     and no two processes or batches share their noise.
 
     Args:
-        seed: of the run.
+        seed: the run's seed.
     """
 
     def __init__(self, seed: int = 0):

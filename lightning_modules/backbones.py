@@ -1,4 +1,4 @@
-"""Backbones by name, and their sharding over devices."""
+"""Builds timm and transformers models by name, feeds them batches, and shards them (FSDP2)."""
 
 import difflib
 from collections.abc import Mapping
@@ -19,11 +19,12 @@ def build_vision(
     """A timm model.
 
     Args:
-        architecture: timm name, such as "vit_base_patch16_224", or "local-dir:" before a folder
-            that timm wrote (config.json and weights), or "hf-hub:" before a name of the hub.
+        architecture: timm name, such as "vit_base_patch16_224"; or "local-dir:" and the path of a
+            folder that timm wrote (config.json and weights); or "hf-hub:" and a hub name.
         num_classes: outputs of the head; 0 leaves the head out.
         model_args: further keyword arguments of timm.create_model (img_size, embed_dim, …).
-        pretrained: weights from the hub (needs a network or a filled cache); random otherwise.
+        pretrained: weights of that folder or from the hub (which needs a network or a filled
+            cache); random otherwise.
 
     Raises:
         ValueError: if timm has no such model, or the model no such argument.
@@ -64,23 +65,24 @@ def build_text(
     pretrained: bool = False,
     quantize: Literal["nf4", "int8"] | None = None,
 ) -> nn.Module:
-    """A transformers model.
+    """A transformers model in training mode.
 
     Args:
         architecture: a hub name, a folder with config.json, or a model type such as "gpt2".
         task: which head it has.
         model_args: values of its configuration (num_labels, n_layer, …).
         pretrained: with the weights of that name or folder, in float32; random otherwise.
-        quantize: hold pre-trained weights in 4 or 8 bits (bitsandbytes, CUDA).
+        quantize: hold the pre-trained weights in 4 or 8 bits (bitsandbytes, CUDA), and compute in
+            bfloat16.
 
     Returns:
-        The model; where it is pre-trained, its `at_random` has the names of the parameters that
-        the weights do not give, such as those of a new head.
+        The model. A pre-trained one has an attribute `at_random`: the names of the parameters that
+        are not among the pre-trained weights and were initialised, such as those of a new head.
 
     Raises:
         OSError: if there is no such name or folder.
-        ValueError: if a model type, which has no weights, is to be pre-trained, or weights that
-            are not pre-trained quantised.
+        ValueError: if `pretrained` is asked for a model type, which has no weights, or `quantize`
+            without `pretrained`.
     """
     kind = TEXT_TASKS[task]
     if not pretrained:
@@ -106,18 +108,22 @@ def build_text(
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
         loading = {"quantization_config": bits, "dtype": torch.bfloat16}
-    # it comes in eval mode, which Lightning would keep: training would be without dropout
-    model, said = kind.from_pretrained(
+    model, info = kind.from_pretrained(
         architecture, output_loading_info=True, **loading, **model_args
     )
-    model.at_random = frozenset(said["missing_keys"])
+    model.at_random = frozenset(info["missing_keys"])
+    # from_pretrained leaves eval mode, which Lightning would keep: it would train without dropout
     return model.train()
 
 
 def match_tokenizer(model: Any, trainer: Any) -> None:
-    """See to it that a model and the DataModule's tokenizer fit, if there is one.
+    """Check the model's vocabulary against the DataModule's tokenizer, if the trainer has one.
 
-    A model that knows no padding token (GPT-2, as a classifier) takes the tokenizer's.
+    A model without a padding token (GPT-2, which needs one as a classifier) gets the tokenizer's.
+
+    Args:
+        model: a transformers model; its configuration may get a `pad_token_id`.
+        trainer: a Lightning Trainer, or None.
 
     Raises:
         ValueError: if the tokenizer has tokens that the model has no embedding of.
@@ -134,7 +140,7 @@ def match_tokenizer(model: Any, trainer: Any) -> None:
 
 
 def text_inputs(batch: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
-    """What a transformers model takes of a batch.
+    """A batch's keyword arguments for a transformers model: all but its labels.
 
     Raises:
         ValueError: if a text is longer than the model has positions for.
@@ -152,7 +158,7 @@ def text_inputs(batch: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
     """Shard a model's parameters over the devices of a mesh (FSDP2), block by block, in place.
 
-    The blocks are the members of the model's longest list of equal modules: a Transformer's
+    The blocks are the members of the model's longest list of modules of one class: a Transformer's
     layers.
     """
     lists = [
@@ -167,14 +173,11 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def feature_vector(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
-    """The vector that a timm model's head would classify: the normalised [CLS] token of a ViT.
+    """The features (B, D) that a timm model's head classifies: a ViT's [CLS] token after the norm.
 
     Args:
         model: a timm model.
         images: (B, 3, H, W).
-
-    Returns:
-        (B, D).
     """
     return model.forward_head(model.forward_features(images), pre_logits=True)  # type: ignore
 
@@ -187,7 +190,7 @@ def call(model: nn.Module, batch: Any) -> Any:
 
 
 def to_device(batch: Any, device: torch.device | str) -> Any:
-    """The batch with its tensors on a device."""
+    """The batch with its tensors, in dicts and lists too, on a device."""
     if isinstance(batch, Mapping):
         return {name: to_device(value, device) for name, value in batch.items()}
     if isinstance(batch, list | tuple):

@@ -1,4 +1,4 @@
-"""Parameters and multiply-adds of a model, counted without running it on data."""
+"""Counts a model's parameters and multiply-adds without running it on data."""
 
 import copy
 from collections.abc import Sequence
@@ -16,9 +16,10 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def count_non_embedding(model: Any) -> int:
-    """Weights of a language model's linear layers without its output layer's.
+    """Weights of a language model's linear layers, output layer left out.
 
-    Norms and biases, less than a thousandth, do not count either: so MatFormer's Table 4 counts.
+    Norms and biases, less than a thousandth of all, are left out too, as in the model sizes that
+    MatFormer (arXiv 2310.07707) lists.
 
     Args:
         model: a transformers model.
@@ -28,15 +29,15 @@ def count_non_embedding(model: Any) -> int:
 
 
 def count_macs(model: nn.Module, input_shape: Sequence[int]) -> int:
-    """Multiply-adds of one forward pass, matrix products of the attention included.
+    """Multiply-adds of one forward pass, the attention's matrix products included.
 
-    Counted on the meta device: no memory, no time, and the model stays where it is.
+    A copy on the meta device is counted: it needs no memory, and the model stays where it is.
 
     Args:
-        model: takes one float tensor.
+        model: called with one float tensor.
         input_shape: shape of that tensor, such as (1, 3, 224, 224).
     """
-    # frozen: some models (Deformable DETR) run other code where a weight has a gradient
+    # frozen: some models (Deformable DETR) take another path where weights need gradients
     shadow = copy.deepcopy(model).to("meta").eval().requires_grad_(False)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         shadow(torch.empty(*input_shape, device="meta"))

@@ -1,12 +1,12 @@
-"""Texts from a causal language model by beam search, as LoRA's E2E pipeline decodes them.
+"""Beam search with a causal language model, with the settings of LoRA's E2E pipeline.
 
-LoRA (arXiv 2106.09685, Appendix D) and VeRA (arXiv 2310.11454), which follows it: the continuation
-y of at most 64 tokens, of 10 beams, that maximises
+LoRA (arXiv 2106.09685, Appendix D), which VeRA (arXiv 2310.11454) follows, decodes with 10 beams
+and at most 64 new tokens. The best continuation y maximises
 
     Σ_t log p(y_t | prompt, y_<t) / |y|^0.8
 
-where p leaves out, and spreads over the rest, every token that would complete a 4-gram that y holds
-already. An end-of-text token or a blank line ends a continuation, and counts in |y|.
+where p is renormalised after every token that would repeat a 4-gram of y has been banned. An
+end-of-text token or a blank line ends a continuation and counts in |y|.
 """
 
 from collections.abc import Mapping
@@ -19,13 +19,13 @@ from transformers.generation import NoRepeatNGramLogitsProcessor
 
 
 class NoRepeatAfterPrompt(LogitsProcessor):
-    """Bans every token that would complete an n-gram for the second time since the prompt.
+    """Bans every token that would repeat an n-gram of the continuation.
 
-    Unlike transformers' `no_repeat_ngram_size`, it lets a continuation repeat the prompt.
+    Unlike transformers' `no_repeat_ngram_size`, it allows n-grams of the prompt.
 
     Args:
         size: n.
-        prompt_length: number of tokens of the prompt, with its padding.
+        prompt_length: tokens of the prompt, padding included.
     """
 
     def __init__(self, size: int, prompt_length: int) -> None:
@@ -46,32 +46,30 @@ def generate(
     no_repeat_ngram: int = 4,
     stop: str | None = "\n\n",
 ) -> list[str]:
-    """The best continuation of each prompt; the prompt and white space around are not in it.
+    """The best continuation of each prompt, without the prompt and surrounding white space.
 
-    A tokenizer that writes `stop` as one token, as GPT-2's does a blank line, ends a continuation
-    with it; with any other the finished text is cut there. Unlike LoRA's own loop, transformers
-    gives a finished beam's place to the next best one at once, not a step later.
+    Where the tokenizer encodes `stop` as one token, as GPT-2's does a blank line, that token ends
+    a continuation; otherwise the finished text is cut at `stop`. Unlike LoRA's own loop,
+    transformers gives a finished beam's place to the next best one at once, not a step later.
 
     Args:
-        model: a causal language model of transformers, or an encoder–decoder, with VeRA or
-            without; one with few adapters is faster after `merge`. It decodes without dropout,
-            whatever its mode.
+        model: a causal language model or encoder–decoder of transformers, with or without VeRA
+            (merged adapters decode faster). Dropout is off while it decodes, whatever its mode.
         prompts: `input_ids` and `attention_mask` (B, L) padded on the left, as a DataModule's
-            `prompt_dataloader` makes them; positions count from the first token that is no padding.
+            `prompt_dataloader` makes them; positions count from the first non-padding token.
         tokenizer: has a padding and an end-of-text token.
-        beams: number of beams; 1 takes the most likely token each time.
-        max_new_tokens: length of a continuation at most.
-        length_penalty: the exponent above; more favours long continuations.
-        no_repeat_ngram: n of the n-grams that may not come twice; 0 allows all.
-        stop: text that ends a continuation beside the end-of-text token; None where it may be part
-            of an answer.
+        beams: number of beams; 1 is greedy decoding.
+        max_new_tokens: the most tokens of a continuation, the end token included.
+        length_penalty: the exponent above; a larger one favours long continuations.
+        no_repeat_ngram: n of the n-grams that may occur only once; 0 allows all.
+        stop: text that ends a continuation besides the end-of-text token; None for no such text.
 
     Raises:
-        ValueError: the prompts are not padded on the left, or too long for the model.
+        ValueError: if the prompts are not padded on the left, or are too long for the model.
     """
     ids, mask = prompts["input_ids"].to(model.device), prompts["attention_mask"].to(model.device)
     if model.config.is_encoder_decoder:
-        (ids, mask), before = _padded_right(ids, mask), 0  # an encoder reads as in training
+        (ids, mask), before = _padded_right(ids, mask), 0  # as the encoder was trained
     else:
         _check(ids, mask, model, max_new_tokens)
         before = ids.shape[1]
@@ -85,11 +83,11 @@ def generate(
         max_new_tokens=max_new_tokens,
         num_beams=beams,
         length_penalty=length_penalty if beams > 1 else None,
-        early_stopping="never" if beams > 1 else None,  # not before nothing can be better
+        early_stopping="never" if beams > 1 else None,  # until no open beam can score better
         renormalize_logits=True,
         eos_token_id=ends,
         pad_token_id=tokenizer.pad_token_id,
-        # A published model may bring other defaults of its own.
+        # a published model's generation_config may have other defaults
         do_sample=False,
         repetition_penalty=1.0,
         no_repeat_ngram_size=0,
@@ -97,14 +95,14 @@ def generate(
     training = model.training
     model.eval()
     with torch.no_grad():
-        found = model.generate(
+        generated = model.generate(
             ids, attention_mask=mask, generation_config=config, logits_processor=processors
         )
     model.train(training)
     texts = tokenizer.batch_decode(
-        found[:, before:],
+        generated[:, before:],
         skip_special_tokens=True,
-        clean_up_tokenization_spaces=False,  # it would move full stops
+        clean_up_tokenization_spaces=False,  # True would move full stops
     )
     return [(text.split(stop)[0] if stop else text).strip() for text in texts]
 

@@ -1,11 +1,11 @@
-"""Scores of generated text against several references, as the official E2E scorer gives them.
+"""Scores generated text against several references, as the official E2E scorer does.
 
-The official scorer (tuetschek/e2e-metrics) takes BLEU and NIST from mteval-13a, and METEOR, ROUGE-L
-and CIDEr from the COCO caption scorer, which cuts sentences up with the Penn Treebank tokenizer of
-Stanford CoreNLP 3.4.1. All but METEOR are here in Python, without Java and Perl; METEOR 1.5 exists
-in Java only, and joins where PyPI's `pycocoevalcap` and a `java` are installed.
+The official scorer (tuetschek/e2e-metrics) takes BLEU and NIST from mteval-v13a, and METEOR,
+ROUGE-L and CIDEr from the COCO caption scorer, which tokenises with the Penn Treebank tokenizer of
+Stanford CoreNLP 3.4.1. This file needs neither Java nor Perl for all but METEOR 1.5, which exists
+in Java only and is computed where PyPI's `pycocoevalcap` and a `java` are installed.
 
-`score(outputs, references)` gives all of them. Sources: Papineni et al. 2002 (BLEU), Doddington
+`score(outputs, references)` computes all of them. Sources: Papineni et al. 2002 (BLEU), Doddington
 2002 (NIST), Lin 2004 (ROUGE-L), Vedantam et al. 2015 (CIDEr-D), Denkowski and Lavie 2014 (METEOR).
 """
 
@@ -60,12 +60,12 @@ _PUNCTUATION = frozenset(".?!,:-;")  # brackets stay: the official list has them
 
 
 def ptb_tokens(text: str) -> list[str]:
-    """Lower-case Penn Treebank tokens of `text` without punctuation, as the COCO scorer makes them.
+    """Lower-case Penn Treebank tokens of `text` without punctuation, as the COCO scorer has them.
 
-    That is Stanford's PTBTokenizer 3.4.1, of which this is a reading in one regular expression: the
-    same for all but one of E2E's 51,426 references, not for everything a web page can hold.
-    Words with "-", "/" or a "." between letters stay whole, "n't", "'s" and their kin are cut off,
-    £ becomes "#", "center.," keeps its full stop, "city centre." does not.
+    One regular expression in place of Stanford's PTBTokenizer 3.4.1. The two agree on all but one
+    of E2E's 51,426 references, but not on every text. Words with "-", "/" or a "." between letters
+    stay whole; clitics such as "n't" and "'s" are split off; £ becomes "#"; "center.," keeps its
+    full stop and "city centre." does not.
     """
     text = text.replace("’", "'").replace("‘", "`").replace("“", '"').replace("”", '"')
     tokens = []
@@ -86,17 +86,18 @@ def ptb_tokens(text: str) -> list[str]:
 
 
 def score(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """BLEU, NIST, ROUGE_L and CIDEr of the outputs, and METEOR where it can be had.
+    """BLEU, NIST, ROUGE_L and CIDEr of the outputs, and METEOR where it is installed.
 
-    In the units of the E2E papers' tables: BLEU, ROUGE_L and METEOR in percent, NIST and CIDEr as
-    they are. A missing METEOR has its reason in `meteor_is_missing()`.
+    Units are those of the E2E papers' tables: BLEU, ROUGE_L and METEOR in percent, NIST and CIDEr
+    on their own scales. `meteor_is_missing()` says why METEOR is left out.
 
     Args:
         outputs: one text for each input.
         references: the references of each input, one or more.
 
     Raises:
-        ValueError: outputs and references do not fit together; see `check`.
+        ValueError: if outputs and references do not match; see `check`.
+        ImportError: if sacrebleu is not installed.
     """
     check(outputs, references)
     tokens = [ptb_tokens(output) for output in outputs]
@@ -113,7 +114,11 @@ def score(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> dict[s
 
 
 def check(outputs: Sequence, references: Sequence[Sequence]) -> None:
-    """Raises ValueError unless there is an output, and one or more references for each of them."""
+    """Check that there is at least one output, and at least one reference for each output.
+
+    Raises:
+        ValueError: otherwise, or if a single string stands in place of a list.
+    """
     if isinstance(outputs, str) or any(isinstance(texts, str) for texts in references):
         raise ValueError(
             "The outputs or one input's references are a single string, expected lists: one output "
@@ -136,10 +141,11 @@ def check(outputs: Sequence, references: Sequence[Sequence]) -> None:
 
 
 def bleu(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-    """Corpus BLEU in percent: sacrebleu, mteval-13a's tokens, lower case, no smoothing.
+    """Corpus BLEU in percent: sacrebleu with mteval-v13a's tokens, lower case, no smoothing.
 
     Raises:
-        ImportError: sacrebleu is not installed.
+        ValueError: if outputs and references do not match; see `check`.
+        ImportError: if sacrebleu is not installed.
     """
     check(outputs, references)
     try:
@@ -149,7 +155,7 @@ def bleu(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> float:
             "BLEU needs sacrebleu, which is not installed: pip install sacrebleu."
         ) from error
     most = max(map(len, references))
-    # sacrebleu wants the n-th references of all inputs together; None where an input has fewer
+    # sacrebleu takes the n-th references of all inputs together, None where an input has fewer
     streams = [[texts[n] if n < len(texts) else None for texts in references] for n in range(most)]
     metric = BLEU(tokenize="13a", lowercase=True, smooth_method="none")
     return metric.corpus_score(list(outputs), streams).score  # type: ignore[arg-type]
@@ -158,12 +164,20 @@ def bleu(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> float:
 def nist(outputs: Sequence[str], references: Sequence[Sequence[str]], max_ngram: int = 5) -> float:
     """NIST (Doddington 2002) over the corpus, as mteval-v13a defines it.
 
-    Σ_n (Σ over hits of info(w_1…w_n)) / (Σ over outputs of max(length − n + 1, 0)), times the
-    length penalty exp(−β ln²(L_out / L_ref)) for L_out < L_ref, which is 0.5 at 2/3.
-    info(w_1…w_n) = log2(count(w_1…w_{n−1}) / count(w_1…w_n)) with counts over all references. Hits
-    are clipped by the most that one reference has. L_ref is the tokens of all references over the
-    number of references an input has; where inputs differ in that, over its mean, so that
-    L_ref = inputs · (tokens of all references / all references).
+    The score is Σ_n (Σ over hits of info(w_1…w_n)) / (Σ over outputs of max(length − n + 1, 0)),
+    times a length penalty exp(−β ln²(L_out / L_ref)) where L_out < L_ref, with β such that the
+    penalty is 0.5 at L_out / L_ref = 2/3. A hit is an n-gram of an output that also stands in one
+    of its references, counted at most as often as in the reference that has it most often.
+    info(w_1…w_n) = log2(count(w_1…w_{n−1}) / count(w_1…w_n)), with counts over all references.
+    L_ref = (number of inputs) · (tokens of all references) / (number of references).
+
+    Args:
+        outputs: one text for each input.
+        references: the references of each input, one or more.
+        max_ngram: the largest n.
+
+    Raises:
+        ValueError: if outputs and references do not match; see `check`.
     """
     check(outputs, references)
     counts: Counter[tuple[str, ...]] = Counter()
@@ -199,14 +213,18 @@ def nist(outputs: Sequence[str], references: Sequence[Sequence[str]], max_ngram:
 def rouge_l(outputs: Sequence[list[str]], references: Sequence[Sequence[list[str]]]) -> float:
     """Mean ROUGE-L (Lin 2004) of tokenised texts, between 0 and 1, as the COCO scorer has it.
 
-    F = (1 + β²) P R / (R + β² P) with β = 1.2, where P and R are the longest common subsequence
-    over the output's and the reference's length, each the best of all references on its own.
+    F = (1 + β²) P R / (R + β² P) with β = 1.2. P and R are the length of the longest common
+    subsequence over the output's and the reference's length; each is the maximum over the
+    references, possibly of different ones.
+
+    Raises:
+        ValueError: if outputs and references do not match; see `check`.
     """
     check(outputs, references)
     beta2 = 1.2**2
     total = 0.0
     for output, texts in zip(outputs, references, strict=True):
-        # to the official scorer an empty text is one empty word
+        # the official scorer treats an empty text as one empty word
         output = output or [""]
         common = [(_common(output, text or [""]), len(text) or 1) for text in texts]
         precision = max(length for length, _ in common) / len(output)
@@ -224,10 +242,14 @@ def cider(
 ) -> float:
     """Mean CIDEr-D (Vedantam et al. 2015) of tokenised texts, 0 to 10, as the COCO scorer has it.
 
-    For n = 1 … 4 the cosine of the tf-idf vectors of output and reference, the output's entries
-    clipped to the reference's, times exp(−(length difference)² / 2σ²); 10 times the mean over n
-    and references. The document frequency of an n-gram is the number of inputs with a reference
-    that has it, and lengths count bigrams: both as in the official code.
+    For each n up to `max_ngram`: the cosine of the tf-idf vectors of output and reference, with
+    the output's entries clipped to the reference's, times exp(−(length difference)² / 2σ²). The
+    score is 10 times the mean over n and references. As in the official code, the document
+    frequency of an n-gram is the number of inputs with a reference that contains it, and lengths
+    are numbers of bigrams.
+
+    Raises:
+        ValueError: if outputs and references do not match; see `check`.
     """
     check(outputs, references)
     frequency: Counter[tuple[str, ...]] = Counter()
@@ -261,7 +283,7 @@ def cider(
 
 
 def meteor_is_missing() -> str | None:
-    """One sentence on what METEOR lacks here, or None when it can be had."""
+    """One sentence on what has to be installed for METEOR; None where nothing is missing."""
     try:
         import pycocoevalcap.meteor.meteor  # noqa: F401
     except ImportError:
@@ -278,7 +300,8 @@ def meteor(outputs: Sequence[list[str]], references: Sequence[Sequence[list[str]
     """METEOR 1.5 (Denkowski and Lavie 2014) of tokenised texts over the corpus, between 0 and 1.
 
     Raises:
-        RuntimeError: `pycocoevalcap` or `java` is missing.
+        ValueError: if outputs and references do not match; see `check`.
+        RuntimeError: if `pycocoevalcap` or `java` is missing.
     """
     check(outputs, references)
     if reason := meteor_is_missing():
@@ -300,7 +323,7 @@ def meteor(outputs: Sequence[list[str]], references: Sequence[Sequence[list[str]
 
 
 def mteval_tokens(text: str) -> list[str]:
-    """Lower-case tokens of mteval-v13a: every mark apart, but "." and "," inside numbers."""
+    """Lower-case tokens of mteval-v13a: marks are split off, except "." and "," inside numbers."""
     text = text.replace("<skipped>", "").replace("-\n", "").replace("\n", " ")
     for entity, mark in (("&quot;", '"'), ("&amp;", "&"), ("&lt;", "<"), ("&gt;", ">")):
         text = text.replace(entity, mark)
@@ -318,10 +341,10 @@ def _ngrams(tokens: list[str], n: int) -> Counter[tuple[str, ...]]:
 
 def _all_ngrams(tokens: list[str], most: int) -> Counter[tuple[str, ...]]:
     """All n-grams of 1 to `most` tokens."""
-    found: Counter[tuple[str, ...]] = Counter()
+    counts: Counter[tuple[str, ...]] = Counter()
     for n in range(1, most + 1):
-        found.update(_ngrams(tokens, n))
-    return found
+        counts.update(_ngrams(tokens, n))
+    return counts
 
 
 def _norm(vector: dict[tuple[str, ...], float]) -> float:

@@ -1,4 +1,4 @@
-"""Which of a loss's terms is felt: each one's share of the gradient."""
+"""How much each term of a loss contributes to the gradient."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,11 +10,13 @@ from torch import Tensor
 def gradient_shares(
     weighted: Mapping[str, Tensor], parameters: Iterable[torch.nn.Parameter]
 ) -> dict[str, Tensor]:
-    """‖g_i‖ / Σ_j ‖g_j‖ by name, with g_i the gradient of a term; the graph stays whole.
+    """‖g_i‖ / Σ_j ‖g_j‖ by name, where g_i is the gradient of term i.
+
+    The graph is retained, so that the loss can still be back-propagated.
 
     Args:
-        weighted: the terms as they are added up.
-        parameters: with respect to those that train.
+        weighted: the loss's terms by name, each with its weight applied.
+        parameters: the gradient is taken with respect to those of them that train.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     norms = {}
@@ -27,12 +29,13 @@ def gradient_shares(
 
 
 def log_gradient_shares(module: Any, weighted: Mapping[str, Tensor]) -> None:
-    """Log `train/share_…` of a module's terms at the steps that its trainer logs.
+    """Log `train/share_…` of a loss's terms at the steps that the trainer logs.
 
-    Not of a single term, and not where parameters are sharded. A backward pass for each term.
+    Costs one more backward pass for each term. Nothing is logged for a single term, nor where
+    parameters are sharded.
 
     Args:
-        module: a LightningModule with its `model`.
+        module: a LightningModule whose network is `module.model`.
         weighted: see `gradient_shares`.
     """
     trainer = module._trainer

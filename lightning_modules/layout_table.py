@@ -1,7 +1,7 @@
-"""One table by class: where a feed-forward network's neurons and an attention's heads lie.
+"""A table by class: where a feed-forward network's neurons and an attention's heads lie.
 
-layouts.py reads it; nothing heavy is imported here. A class is matched exactly, not its subclasses:
-they may compute something else. A layer of your own is one more line:
+layouts.py reads it; no model library is imported here. A class is matched exactly, because its
+subclasses may compute something else. A layer of your own is one more line:
 
     LAYOUTS["my.module.Ffn"] = FeedForwardLayout(("up",), "down")
 """
@@ -17,15 +17,15 @@ class FeedForwardLayout:
     """A class of feed-forward networks: hidden neurons between expanding and reducing layers.
 
     Attributes:
-        expanding: children whose output is the hidden state, or that scale or normalise it.
-        reducing: the child whose input is the hidden state.
-        halves: equal blocks in the output of an expanding linear layer, 2 for [gate | up].
-        norm: the child that normalises the hidden state, where there is one.
+        expanding: paths of the child layers whose output is the hidden state.
+        reducing: path of the child layer whose input is the hidden state.
+        halves: equal blocks in the output of an expanding layer: 2 for [gate | up].
+        norm: path of the child that normalises the hidden state, where there is one.
         config: what transformers' configuration calls the number of hidden neurons; None where it
-            is not free. A name that ends in "ratio" is that number over `hidden_size`.
-        attributes: of the module, which repeat that number.
-        switch_off: attributes set to 0 while the layer is sliced: fused kernels that would read the
-            weights past the children's forward.
+            cannot be set there. A name that ends in "ratio" is that number over `hidden_size`.
+        attributes: attributes of the module that repeat the number of hidden neurons.
+        switch_off: attributes of the module set to 0 while it is sliced, because they choose a
+            fused kernel, which reads the full weights instead of calling the children.
     """
 
     expanding: tuple[str, ...]
@@ -42,20 +42,21 @@ class AttentionLayout:
     """A class of attention layers.
 
     Attributes:
-        q, k, v: children (or parameters) that make queries, keys and values; the same where they
-            are fused.
-        o: the output projection.
-        head_dim: the module's attribute that holds the size of a head (dots reach children).
-        order: in which a fused child's output holds its letters.
-        pieces: into how many equal pieces that output is cut, each with its share of every letter
-            in that order: 1 for [q | k | v], "groups" for one piece for each key/value head.
-        by_head: further children whose output belongs to the query heads: a gate, a norm.
-        attributes: of the module, that follow the heads in use; each maps to "heads", "width"
-            (heads times head size), "key_value_heads", "key_value_width" or "groups" (query heads
-            for each key/value head).
-        config: the same for transformers' configuration (and "head_dim"); None where the number of
-            heads is not free of the hidden size there.
-        fixed: why heads can be neither dropped nor moved; empty where they can.
+        q, k, v: paths of the child layers (or parameters) that compute queries, keys and values;
+            equal where one fused layer computes them.
+        o: path of the output projection.
+        head_dim: attribute of the module that holds the size of a head (dots reach children).
+        order: the order of "q", "k" and "v" in the output of a fused layer.
+        pieces: number of equal pieces in the output of a fused layer, each of which holds queries,
+            keys and values in that order: 1 for [q | k | v], "groups" for one piece for each
+            key/value head.
+        by_head: paths of further children whose output is split by query heads: a gate, a norm.
+        attributes: attributes of the module that depend on the heads in use, each mapped to
+            "heads", "width" (heads times head size), "key_value_heads", "key_value_width" or
+            "groups" (query heads for each key/value head).
+        config: the same for entries of transformers' configuration (also "head_dim"); None where
+            it derives the size of a head from the number of heads.
+        fixed: the reason why heads can be neither dropped nor reordered; empty where they can.
     """
 
     q: str
@@ -75,7 +76,7 @@ Layout = FeedForwardLayout | AttentionLayout
 
 
 def class_path(kind: type) -> str:
-    """Such as "timm.layers.mlp.Mlp"."""
+    """A class's name with its module, such as "timm.layers.mlp.Mlp"."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -122,8 +123,8 @@ _SEPARATE = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim")
 _FUSED = ("query_key_value",) * 3
 
 LAYOUTS: dict[str, Layout | Callable[[Any], Layout]] = {
-    # timm. More than slices of weights hangs on the heads of EvaAttention (EVA, DINOv3), BEiT's
-    # Attention, Swin's WindowAttention and RelPosAttention: they are not here.
+    # timm. EvaAttention (EVA, DINOv3), BEiT's Attention, Swin's WindowAttention and
+    # RelPosAttention are left out: their heads also have position tables or biases of their own.
     "timm.layers.mlp.Mlp": _MLP,
     "timm.layers.mlp.GluMlp": FeedForwardLayout(("fc1",), "fc2", halves=2, norm="norm"),
     "timm.layers.mlp.SwiGLU": FeedForwardLayout(("fc1_g", "fc1_x"), "fc2", norm="norm"),
@@ -198,21 +199,21 @@ LAYOUTS: dict[str, Layout | Callable[[Any], Layout]] = {
 }
 # fmt: on
 
-# Look like feed-forward networks and are none: they make position biases or mix tokens. A pair
-# is a child of a class.
+# Modules whose class name looks like a feed-forward network's, but which compute position biases or
+# mix tokens. A pair means that child of that class.
 NEITHER = {
     "timm.layers.pos_embed_rel.RelPosMlp",
     ("timm.models.mlp_mixer.MixerBlock", "mlp_tokens"),
     ("timm.models.swin_transformer_v2_cr.WindowMultiHeadAttention", "meta_mlp"),
 }
 
-# A class that is called like this and has no layout is refused by name, never passed over.
+# A module whose class name matches and has no layout is refused by name, never skipped in silence.
 LOOKS_LIKE: dict[type, re.Pattern[str]] = {
     FeedForwardLayout: re.compile(r"(?i)(mlp|ffn|feed_?forward)(?!.*head$)"),
     AttentionLayout: re.compile(r"(?i)att(entio)?n(?!.*pool)"),
 }
 
-# Residual blocks that take the hidden state first and return it, as a tensor: they can be skipped.
+# Residual blocks that can be skipped: their first argument and their output are the hidden state.
 BLOCKS = {
     "timm.models.vision_transformer.Block",
     "torchvision.models.vision_transformer.EncoderBlock",

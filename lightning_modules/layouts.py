@@ -1,8 +1,8 @@
-"""The feed-forward networks and attention layers of a model, and how their weights lie.
+"""Finds a model's feed-forward networks and attention layers, and how their weights are laid out.
 
-For any model made of classes that layout_table.py knows (timm, transformers, torchvision, torch).
-MatFormer's nesting, VeRA's slices of fused projections and APET read them. A layer of your own
-takes part after one line:
+Works for any model made of classes in layout_table.py (timm, transformers, torchvision, torch).
+MatFormer's nesting, VeRA's slices of fused projections and APET use it. To add a layer of your own,
+write one line:
 
     LAYOUTS["my.module.Ffn"] = FeedForwardLayout(("up",), "down")
 """
@@ -27,14 +27,16 @@ from lightning_modules.layout_table import (
 
 @dataclass(frozen=True)
 class Cut:
-    """Which outputs or inputs of one child belong to each unit (hidden neuron, head or group).
+    """Which outputs or inputs of a child layer belong to each unit.
+
+    A unit is a hidden neuron, a head, or a group of heads that share a key/value head.
 
     Attributes:
-        path: of the child, below the layer's module.
+        path: of the child, relative to the layer's module.
         dim: 0 for its outputs (rows of nn.Linear's weight), 1 for its inputs (columns).
-        parts: (first index, how many belong to one unit) for every run in which the units lie one
-            after the other; what no part holds belongs to all units.
-        units: how many there are.
+        parts: (first index, indices per unit) of every contiguous range that the units share out
+            among themselves in their order. Indices outside all parts belong to no unit.
+        units: number of units.
     """
 
     path: str
@@ -43,7 +45,7 @@ class Cut:
     units: int
 
     def indices(self, units: Tensor) -> Tensor:
-        """Indices (parts · units · size,) of the given units (n,), part by part, in their order."""
+        """Indices of the given units (n,), part by part: (n · indices per unit over all parts,)."""
         return cat(
             [
                 (start + units[:, None] * size + arange(size, device=units.device)).flatten()
@@ -54,13 +56,13 @@ class Cut:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of a model whose units can be dropped or moved.
+    """A layer of a model whose units can be dropped or reordered.
 
     Attributes:
-        name: of its module in the model, such as "blocks.3.mlp".
-        module: it.
-        units: hidden neurons; heads; or groups of heads that share a key/value head.
-        cuts: of its children.
+        name: path of the module in the model, such as "blocks.3.mlp".
+        module: the module itself.
+        units: number of hidden neurons, heads, or groups of heads that share a key/value head.
+        cuts: where the units lie in each of the module's children.
     """
 
     name: str
@@ -74,11 +76,11 @@ class Layer:
         return next(cut for cut in self.cuts if cut.dim == 1)
 
     def attributes(self, units: int) -> dict[str, int]:
-        """The module's attributes when only so many units are in use."""
+        """Values of the module's attributes that depend on the number of units in use."""
         raise NotImplementedError
 
     def config(self, units: int) -> dict[str, Any] | None:
-        """Values of transformers' configuration for so many units; None where it cannot say it."""
+        """Entries of transformers' configuration for that many units; None where it has none."""
         raise NotImplementedError
 
 
@@ -102,7 +104,7 @@ class FeedForward(Layer):
 class Attention(Layer):
     """An attention layer.
 
-    Its units are groups: one key/value head with the query heads that read it. Where all query
+    Its units are groups: one key/value head with the query heads that use it. Where all query
     heads share one key/value head (multi-query attention), the units are the query heads.
 
     Attributes:
@@ -117,7 +119,7 @@ class Attention(Layer):
     head_dim: int
 
     def rows(self, letter: str) -> tuple[str, list[range]]:
-        """The child that makes "q", "k" or "v", and the outputs of it that do."""
+        """The path of the child that computes "q", "k" or "v", and the ranges of its outputs."""
         return getattr(self.layout, letter), _letter_rows(
             self.layout, letter, self.heads, self.key_value_heads, self.head_dim
         )
@@ -134,19 +136,19 @@ class Attention(Layer):
 
     def _sizes(self, units: int) -> dict[str, int]:
         heads = units * self.heads // self.units
-        pairs = units if self.units == self.key_value_heads else self.key_value_heads
+        kv_heads = units if self.units == self.key_value_heads else self.key_value_heads
         return {
             "heads": heads,
             "width": heads * self.head_dim,
-            "key_value_heads": pairs,
-            "key_value_width": pairs * self.head_dim,
-            "groups": heads // pairs,
+            "key_value_heads": kv_heads,
+            "key_value_width": kv_heads * self.head_dim,
+            "groups": heads // kv_heads,
             "head_dim": self.head_dim,
         }
 
 
 def feed_forwards(model: nn.Module) -> list[FeedForward]:
-    """All feed-forward networks of a model, in its order.
+    """All feed-forward networks of a model, in the order of `named_modules`.
 
     Raises:
         ValueError: if there is none, or one whose layout is not in the table.
@@ -158,7 +160,7 @@ def feed_forwards(model: nn.Module) -> list[FeedForward]:
 
 
 def attentions(model: nn.Module) -> list[Attention]:
-    """All attention layers of a model, in its order.
+    """All attention layers of a model, in the order of `named_modules`.
 
     Raises:
         ValueError: if there is none, or one whose layout is not in the table.
@@ -170,7 +172,7 @@ def attentions(model: nn.Module) -> list[Attention]:
 
 
 def fused_slice(model: nn.Module, layer_name: str, letter: str) -> list[range]:
-    """Which outputs (rows of nn.Linear's weight) of a projection make "q", "k" or "v".
+    """The outputs (rows of nn.Linear's weight) of a projection that are "q", "k" or "v".
 
     Args:
         model: holds the layer.
@@ -178,7 +180,7 @@ def fused_slice(model: nn.Module, layer_name: str, letter: str) -> list[range]:
         letter: "q", "k" or "v".
 
     Raises:
-        ValueError: if the layer is in no attention of a known layout, or makes no such letter.
+        ValueError: if the layer is in no attention of a known layout, or computes another letter.
     """
     modules = dict(model.named_modules())
     parts = layer_name.split(".")
@@ -199,13 +201,13 @@ def fused_slice(model: nn.Module, layer_name: str, letter: str) -> list[range]:
 
 
 def layout_of(module: nn.Module) -> Layout | None:
-    """The layout of a module's class, or None."""
+    """The layout of a module's class; None for a class that is not in the table."""
     entry = LAYOUTS.get(class_path(type(module)))
     return entry(module) if callable(entry) else entry
 
 
 def width(layer: Any, dim: int) -> int:
-    """Outputs (dim 0) or inputs (dim 1) of a linear layer, or what a norm normalises.
+    """Number of outputs (dim 0) or inputs (dim 1) of a linear layer, or features of a norm.
 
     Raises:
         ValueError: for anything else.
@@ -274,42 +276,48 @@ def _feed_forward(name: str, module: nn.Module, layout: FeedForwardLayout) -> Fe
 def _attention(name: str, module: nn.Module, layout: AttentionLayout) -> Attention:
     size: int = attrgetter(layout.head_dim)(module)
     heads = _width(name, module, layout.o, 1) // size
-    together = [letter for letter in "qkv" if getattr(layout, letter) == layout.k]
-    made = getattr(module, layout.k, None)  # a parameter in torch's MultiheadAttention
-    makes_k = made.shape[0] if isinstance(made, Tensor) else _width(name, module, layout.k, 0)
-    pairs = (makes_k - heads * size * ("q" in together)) // (
-        size * sum(x in "kv" for x in together)
+    fused_with_k = [letter for letter in "qkv" if getattr(layout, letter) == layout.k]
+    child_of_k = getattr(module, layout.k, None)  # torch's MultiheadAttention has a parameter there
+    if isinstance(child_of_k, Tensor):
+        outputs = child_of_k.shape[0]
+    else:
+        outputs = _width(name, module, layout.k, 0)
+    kv_heads = (outputs - heads * size * ("q" in fused_with_k)) // (
+        size * sum(x in "kv" for x in fused_with_k)
     )
-    units = pairs if pairs > 1 else heads
-    query = heads // units  # heads in a group
+    units = kv_heads if kv_heads > 1 else heads
+    query_heads = heads // units  # of one unit
     cuts: list[Cut] = []
     if layout.fixed:
-        return Attention(name, module, units, (), layout, heads, pairs, size)
+        return Attention(name, module, units, (), layout, heads, kv_heads, size)
     parts: tuple[tuple[int, int], ...]
     for child in dict.fromkeys((layout.q, layout.k, layout.v)):
         letters = [letter for letter in layout.order if getattr(layout, letter) == child]
         if layout.pieces == "groups" and len(letters) > 1:
-            parts = ((0, (query + len(letters) - 1) * size),) if pairs == units else ()
+            one = (query_heads + len(letters) - 1) * size
+            parts = ((0, one),) if kv_heads == units else ()
         else:
-            rows = {x: _letter_rows(layout, x, heads, pairs, size) for x in letters}
-            moving = [x for x in letters if x == "q" or pairs == units]
-            parts = tuple((rows[x][0].start, size * (query if x == "q" else 1)) for x in moving)
+            rows = {x: _letter_rows(layout, x, heads, kv_heads, size) for x in letters}
+            by_unit = [x for x in letters if x == "q" or kv_heads == units]
+            parts = tuple(
+                (rows[x][0].start, size * (query_heads if x == "q" else 1)) for x in by_unit
+            )
         if parts:
             cuts.append(Cut(_end(module, child, 0), 0, parts, units))
     for child in layout.by_head:
         if not isinstance(getattr(module, child, None), nn.Identity | None):
-            cuts.append(Cut(child, 0, ((0, query * size),), units))
-    cuts.append(Cut(_end(module, layout.o, 1), 1, ((0, query * size),), units))
-    return Attention(name, module, units, tuple(cuts), layout, heads, pairs, size)
+            cuts.append(Cut(child, 0, ((0, query_heads * size),), units))
+    cuts.append(Cut(_end(module, layout.o, 1), 1, ((0, query_heads * size),), units))
+    return Attention(name, module, units, tuple(cuts), layout, heads, kv_heads, size)
 
 
 def _letter_rows(
-    layout: AttentionLayout, letter: str, heads: int, pairs: int, size: int
+    layout: AttentionLayout, letter: str, heads: int, kv_heads: int, size: int
 ) -> list[range]:
     child = getattr(layout, letter)
     letters = [x for x in layout.order if getattr(layout, x) == child]
-    count = pairs if layout.pieces == "groups" else int(layout.pieces)
-    share = {x: (heads if x == "q" else pairs) * size // count for x in letters}
+    count = kv_heads if layout.pieces == "groups" else int(layout.pieces)
+    share = {x: (heads if x == "q" else kv_heads) * size // count for x in letters}
     before = sum(share[x] for x in letters[: letters.index(letter)])
     starts = [piece * sum(share.values()) + before for piece in range(count)]
     if len(letters) == 1:
@@ -318,7 +326,7 @@ def _letter_rows(
 
 
 def _end(module: nn.Module, path: str, dim: int) -> str:
-    """Of a low-rank layer, nn.Sequential(u, v), the half whose outputs or inputs are meant."""
+    """The path of a layer; of u or v in a low-rank nn.Sequential(u, v), by outputs or inputs."""
     child = module.get_submodule(path)
     if type(child) is not nn.Sequential:
         return path

@@ -1,4 +1,4 @@
-"""Parameter groups and learning-rate schedules that several methods share."""
+"""Parameter groups, optimizers and learning-rate schedules that several methods share."""
 
 import math
 import warnings
@@ -16,25 +16,30 @@ def parameter_groups(
     decay_vectors: bool = False,
     never: Collection[str] = (),
 ) -> list[dict[str, Any]]:
-    """Two groups: parameters that decay, and those that do not.
+    """The trainable parameters in up to two groups: with weight decay, and without.
+
+    Biases, norms and other one-dimensional parameters do not decay, nor do those that the model
+    names in `no_weight_decay()` (a method of timm's models) or that `never` names.
 
     Args:
-        model: its parameters with requires_grad are taken; what its `no_weight_decay()` names, if
-            it has one (timm's do), counts as a vector.
+        model: its parameters with requires_grad are taken.
         weight_decay: AdamW's decoupled decay, per unit of learning rate.
-        decay_vectors: also decay biases, norms and other one-dimensional parameters.
-        never: names of further parameters that count as vectors.
+        decay_vectors: decay all parameters, those above included.
+        never: names of further parameters without decay.
+
+    Returns:
+        The groups that are not empty, as torch's optimizers take them.
     """
-    decayed: list[nn.Parameter] = []
-    kept: list[nn.Parameter] = []
+    with_decay: list[nn.Parameter] = []
+    without: list[nn.Parameter] = []
     never = {*never, *getattr(model, "no_weight_decay", set)()}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            spare = not decay_vectors and (parameter.ndim < 2 or name in never)
-            (kept if spare else decayed).append(parameter)
+            exempt = not decay_vectors and (parameter.ndim < 2 or name in never)
+            (without if exempt else with_decay).append(parameter)
     groups = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": kept, "weight_decay": 0.0},
+        {"params": with_decay, "weight_decay": weight_decay},
+        {"params": without, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
@@ -52,12 +57,12 @@ def build_optimizer(
         ValueError: for any other name.
     """
     if name == "adamw":
-        # On a CPU the fused step takes a tenth of the default's time; elsewhere the default is as
-        # good, and a fused one cannot have its gradients clipped under 16-mixed.
+        # On a CPU the fused step takes a tenth of the default's time. Elsewhere the default is as
+        # fast, and gradients cannot be clipped before a fused step under 16-mixed.
         on_cpu = all(p.device.type == "cpu" for group in groups for p in group["params"])
         optimizer = AdamW(groups, lr=lr, betas=betas, fused=on_cpu or None)
-        # A fused step can undo a gradient scaler's factor, and by this flag Lightning refuses to
-        # clip before it. On a CPU there is no scaler, under bf16-mixed neither.
+        # Lightning refuses gradient clipping where this flag is set, because a fused step can
+        # unscale gradients itself. There is no gradient scaler on a CPU or under bf16-mixed.
         optimizer._step_supports_amp_scaling = False
         return optimizer
     if name == "sgd":
@@ -66,17 +71,17 @@ def build_optimizer(
 
 
 def training_steps(trainer: Any) -> int:
-    """Optimizer steps of the whole run, for use in `configure_optimizers`.
+    """Optimizer steps of the full run, for use in `configure_optimizers`.
 
-    Lightning 2.6 builds the training loader to estimate them. On resume that comes before it has
-    read where in the epoch the checkpoint lies, and the loader would never hear of it: so the
-    loader is dropped and built again when training starts.
+    Lightning 2.6 builds the training loader to estimate them. When a run resumes, that happens
+    before the checkpoint's position in the epoch is restored, and a loader built that early never
+    receives it. So the loader is dropped here, and Lightning builds it again when training starts.
 
     Args:
         trainer: the Lightning Trainer.
 
     Raises:
-        ValueError: if the run has no end.
+        ValueError: if neither max_steps nor max_epochs ends the run.
     """
     steps = trainer.estimated_stepping_batches
     if not math.isfinite(steps):
@@ -95,14 +100,14 @@ def with_schedule(
     total_steps: int,
     schedule_args: dict[str, Any] | None = None,
 ) -> Any:
-    """The optimizer with a learning rate that changes every step, as Lightning takes it.
+    """The optimizer and its schedule, stepped every optimizer step, as Lightning takes them.
 
     Args:
-        optimizer: its `lr` is the peak.
+        optimizer: its `lr` is the peak learning rate.
         schedule: a name of transformers' get_scheduler: "cosine", "linear",
             "constant_with_warmup", …
         warmup_steps: optimizer steps of linear warm-up from 0, or a share of all if below 1.
-        total_steps: optimizer steps of the whole run.
+        total_steps: optimizer steps of the full run.
         schedule_args: further arguments of that schedule, such as {"min_lr_rate": 0.1}.
     """
     warmup = round(warmup_steps * total_steps if warmup_steps < 1 else warmup_steps)

@@ -1,7 +1,8 @@
-"""The usual ways to fine-tune a pre-trained Transformer, which the papers compare theirs with.
+"""The usual ways to fine-tune a pre-trained Transformer: the baselines of the papers.
 
-`tune` makes the parameters trainable that a method trains, adding what it adds, in place. Names of
-the model's own parameters do not change, except where peft puts LoRA around a layer.
+`tune` adds a method's parameters to the model in place, makes trainable what the method trains, and
+freezes the rest. The names of the model's parameters do not change, except where peft wraps a
+layer.
 """
 
 import warnings
@@ -11,6 +12,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from lightning_modules.apet import Apet, attach, bitfit, insert, prompt
+from lightning_modules.layouts import width
 
 Tuning = Literal[
     "full",
@@ -58,34 +60,35 @@ def tune(
     alpha: float | None = None,
     **further: Any,
 ) -> nn.Module:
-    """Leave trainable what a method trains, and freeze the rest, in place.
+    """Make trainable what a method trains, and freeze the rest, in place.
 
     Args:
         model: a timm or transformers model.
         method: "full", everything. "head", the heads alone. "bitfit", all biases (Ben Zaken et al.,
-            2021); where there are none (T5), one for each linear layer. "prompt", soft tokens
-            before the text (Lester et al., 2021). "apet", a budget at random positions (Su et al.,
-            arXiv 2306.02320). Through peft: "lora" (Hu et al., 2021); "lora_fa", the same with A
-            frozen (Zhang et al., 2023); "randlora", sums of random low-rank matrices of full rank
-            (Albert et al., 2025); "vblora", LoRA whose factors are mixed of a shared bank of
-            vectors (Li et al., 2024). "adapter_h", bottlenecks after attention and feed-forward,
-            before the residual sum, and the layers' norms (Houlsby et al., 2019); "adapter_l", one
-            after the feed-forward part behind a norm of its own (Lin et al., 2020); "adapter_p",
-            the same without the norm (Pfeiffer et al., 2021); "adapter_d", "adapter_h" without the
-            lower half of the layers (AdapterDrop, Rücklé et al., 2020).
+            2021), or where there are none (T5) a new one for each linear layer. "prompt", soft
+            tokens before the text (Lester et al., 2021). "apet", a budget of parameters at random
+            positions (Su et al., arXiv 2306.02320). Through peft: "lora" (Hu et al., 2021);
+            "lora_fa", LoRA with A frozen (Zhang et al., 2023); "randlora", updates of full rank as
+            sums of random low-rank matrices (Albert et al., 2025); "vblora", LoRA whose factors
+            combine the vectors of a shared bank (Li et al., 2024). "adapter_h", bottlenecks after
+            attention and feed-forward network, before the residual sum, and the layer norms
+            (Houlsby et al., 2019); "adapter_l", bottlenecks after the feed-forward network only,
+            each with a layer norm before it (Lin et al., 2020); "adapter_p", those without that
+            norm (Pfeiffer et al., 2021); "adapter_d", "adapter_h" in the upper half of the layers
+            only (AdapterDrop, Rücklé et al., 2020).
         heads: names of modules that always train.
-        rank: LoRA's r, the width of the bottlenecks, or the number of soft tokens.
-        targets: LoRA's layers, by the ends of their names.
-        alpha: LoRA's scale is alpha / rank; rank when None.
+        rank: rank of peft's methods, width of the bottlenecks, or number of soft tokens.
+        targets: layers of peft's methods, by the ends of their names.
+        alpha: LoRA's scale is alpha / rank; None for alpha = rank.
         **further: `vectors` and `vector_length` of VB-LoRA's bank; `seed` of RandLoRA's matrices,
-            APET's positions or a prompt's start; APET's `budget` and `operations`.
+            APET's positions or a prompt's initial values; APET's `budget` and `operations`.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: for an unknown method, a rank below 1, a head that is not there, or when there
-            is nothing that the method could train.
+        ValueError: for an unknown method, a rank below 1, a head that the model does not have, or
+            a model without layers that the adapters or APET know.
     """
     if method not in get_args(Tuning):
         raise ValueError(
@@ -136,7 +139,7 @@ def _add_peft(
     vectors: int = 256,
     vector_length: int = 64,
 ) -> None:
-    import peft  # here, because not every machine has it
+    import peft  # imported here, because it is not installed everywhere
 
     config: Any
     scale: Any = alpha
@@ -149,7 +152,7 @@ def _add_peft(
     config.target_modules = set(targets)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft sets it for Conv1D
-        if method == "vblora":  # its layers hold the shared bank; the wrapper is not needed
+        if method == "vblora":  # every layer refers to the shared bank: the wrapper can be dropped
             peft.tuners.vblora.VBLoRAModel(model, config, "default")
         else:
             peft.inject_adapter_in_model(config, model)
@@ -160,12 +163,12 @@ def _add_peft(
 
 
 class Bottleneck(nn.Module):
-    """x + U σ(D x), which is x at the start: an adapter.
+    """A bottleneck adapter, x + U σ(D x), where U starts at zero.
 
     Args:
         width: features of x.
-        rank: features between.
-        norm: a LayerNorm before D (Lin et al., 2020).
+        rank: features of D x.
+        norm: apply a LayerNorm before D (Lin et al., 2020).
     """
 
     def __init__(self, width: int, rank: int, norm: bool = False):
@@ -178,7 +181,7 @@ class Bottleneck(nn.Module):
         nn.init.zeros_(self.up.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, width) to the same."""
+        """The adapted features (…, width) of x (…, width)."""
         return x + self.up(self.act(self.down(self.norm(x))))
 
 
@@ -202,11 +205,11 @@ def _add_adapters(model: nn.Module, method: str, rank: int) -> None:
             if isinstance(module, nn.LayerNorm):
                 module.requires_grad_(True)
     for name in places:
-        layer: nn.Module = model.get_submodule(name)
-        weight = layer.weight
-        width = getattr(layer, "out_features", None) or layer.nf
-        adapter = Bottleneck(width, rank, norm=method == "adapter_l")  # type: ignore[arg-type]
-        layer.add_module("adapter", adapter.to(weight.device))  # type: ignore[arg-type]
+        layer: Any = model.get_submodule(name)
+        if type(layer) is nn.Sequential:  # a low-rank layer: behind its second half
+            layer = layer[-1]
+        adapter = Bottleneck(width(layer, 0), rank, norm=method == "adapter_l")
+        layer.add_module("adapter", adapter.to(layer.weight.device))
         layer.register_forward_hook(_adapt)
 
 

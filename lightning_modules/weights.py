@@ -1,4 +1,4 @@
-"""Starting a new run from old weights; what did and did not fit is always said."""
+"""Starts a new run from old weights, and logs which fitted and which did not."""
 
 import logging
 import math
@@ -20,11 +20,12 @@ class LoadReport:
     """What `load_weights` did.
 
     Attributes:
-        loaded: names that were taken over.
+        loaded: names of the tensors that were copied.
         missing: names of the model that the source lacks; they keep their initial values.
         unexpected: names in the source that the model lacks.
-        reshaped: names whose shapes differ, with both; they keep their initial values.
-        resampled: position embeddings of another image size, interpolated to the model's.
+        reshaped: names whose shapes differ, with both shapes; they keep their initial values.
+        resampled: names of position embeddings that were interpolated to the model's image size,
+            with both shapes.
     """
 
     loaded: list[str]
@@ -44,15 +45,16 @@ class LoadReport:
 
 
 def read_state_dict(source: str | Path) -> dict[str, Tensor]:
-    """The tensors of a file, by plain names.
+    """The tensors of a file by name.
 
-    Takes a Lightning checkpoint (the "model." prefix of its names is dropped), a file saved by
-    torch.save (a state_dict, or one under "state_dict" or "model"), a safetensors file, or a
-    folder with `model.safetensors`.
+    Args:
+        source: a Lightning checkpoint (the "model." prefix of its names is dropped), a file saved
+            by torch.save (a state_dict, or one under "state_dict" or "model"), a safetensors file,
+            or a folder with `model.safetensors`.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if no tensors are in it.
+        ValueError: if it cannot be read, or holds no tensors.
     """
     path = Path(source)
     if path.is_dir():
@@ -74,16 +76,17 @@ def read_state_dict(source: str | Path) -> dict[str, Tensor]:
 
 
 def read_file(path: Path) -> Any:
-    """What a safetensors file holds, or any other file as torch.save wrote it.
+    """The content of a safetensors file, or of any other file as torch.save wrote it.
 
     Raises:
-        ValueError: if it is empty, damaged, of another kind, or has more in it than plain types.
+        ValueError: if it is empty, damaged, of another format, or holds objects that torch.load
+            refuses under weights_only.
     """
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever an unpickler stumbles over
+    except Exception as error:  # a damaged file can raise almost anything
         reason = str(error).partition("\n")[0]
         raise ValueError(
             f"{path} cannot be read as weights ({type(error).__name__}: {reason}): expected a "
@@ -93,14 +96,14 @@ def read_file(path: Path) -> Any:
 
 
 def read_checkpoint(path: str | Path) -> Any:
-    """What a checkpoint holds; its tensors stay on the disk until they are used.
+    """The content of a checkpoint; its tensors are mapped from the disk, not read.
 
     Raises:
-        ValueError: if it cannot be read as one.
+        ValueError: if it cannot be read as a checkpoint.
     """
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # whatever an unpickler stumbles over
+    except Exception as error:  # a damaged file can raise almost anything
         raise ValueError(
             f"{path} cannot be read as a checkpoint ({type(error).__name__}): it is cut off, or of "
             "another kind; expected one that training has written"
@@ -108,7 +111,7 @@ def read_checkpoint(path: str | Path) -> Any:
 
 
 def load_weights(model: nn.Module, source: str | Path) -> LoadReport:
-    """`copy_weights` from a file.
+    """Copy the weights of a file that fit by name and shape; see `copy_weights`.
 
     Args:
         model: receives the weights, in place.
@@ -116,7 +119,7 @@ def load_weights(model: nn.Module, source: str | Path) -> LoadReport:
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if nothing in it fits the model.
+        ValueError: if it cannot be read, or nothing in it fits the model.
     """
     return copy_weights(model, read_state_dict(source), source)
 
@@ -126,13 +129,12 @@ def copy_weights(
 ) -> LoadReport:
     """Copy the weights that fit by name and shape, and log what did not.
 
-    A ViT's position embeddings for another image size are interpolated, wherever in the model the
-    ViT is.
+    Position embeddings for another image size are interpolated, wherever in the model the ViT is.
 
     Args:
         model: receives the weights, in place.
         state: the weights by name.
-        source: where they come from, for messages.
+        source: where the weights come from, for messages.
 
     Raises:
         ValueError: if nothing fits the model.
@@ -173,18 +175,20 @@ def load_completely(
     required: str = "",
     optional: Sequence[str] = (),
 ) -> LoadReport:
-    """`load_weights`, of which nothing may be missing but BERT's pooler and what need not be there.
+    """Load a file's weights as `load_weights` does, and refuse an incomplete file.
+
+    BERT's pooler, which many published weights lack, may always be missing.
 
     Args:
         model: receives the weights, in place.
         source: see `read_state_dict`.
-        cure: what to do instead; ends the error's message.
-        required: names that begin with this must be there.
-        optional: but not these modules.
+        cure: what the user should do instead; the end of the error message.
+        required: prefix of the names that must be in the file; all names by default.
+        optional: names of modules whose weights may be missing all the same.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if weights are missing or have other shapes.
+        ValueError: if required weights are missing or have other shapes.
     """
     report = load_weights(model, source)
     spared = tuple(f"{name}." for name in optional)
@@ -203,15 +207,15 @@ def load_completely(
 def refuse_another_model(
     checkpoint: Mapping[str, Any], hparams: Mapping[str, Any], names: Iterable[str]
 ) -> None:
-    """Compare a Lightning checkpoint's hyperparameters with this run's, before any tensor.
+    """Refuse a Lightning checkpoint of another model before its tensors are loaded.
 
     Args:
-        checkpoint: as `on_load_checkpoint` gets it.
-        hparams: this run's.
-        names: those that make the model what it is.
+        checkpoint: the argument of `on_load_checkpoint`.
+        hparams: this run's hyperparameters.
+        names: the hyperparameters that define the model.
 
     Raises:
-        ValueError: naming the first that differs; empty and None are the same.
+        ValueError: naming the first of them that differs; empty values and None count as equal.
     """
     saved = checkpoint.get("hyper_parameters", {})
     for name in names:
@@ -224,10 +228,10 @@ def refuse_another_model(
 
 
 def resample_positions(model: nn.Module, positions: Tensor) -> Tensor:
-    """Position embeddings (1, N, D) of another image size, for the patches of a timm ViT.
+    """Interpolate position embeddings (1, N, D) to the image size of a timm ViT.
 
-    Bicubic, by timm; class and register tokens keep theirs. A model without such patches, or
-    positions that are not of a square, get the positions back as they are.
+    The interpolation is bicubic (timm's); class and register tokens keep their embeddings. The
+    positions are returned unchanged if the model has no patch grid or theirs was not a square.
     """
     grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
     if grid is None or positions.ndim != 3:
