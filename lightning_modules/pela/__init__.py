@@ -1,4 +1,4 @@
-"""PELA (arXiv 2310.10700): low-rank factors of a pre-trained Transformer, repaired before use."""
+"""PELA (arXiv 2310.10700): compress a pre-trained Transformer by low rank, then repair it."""
 
 from lightning_modules.pela.baselines_module import Distillation, LoRA, TokenMerging
 from lightning_modules.pela.calibration import Calibration

@@ -1,4 +1,4 @@
-"""What every training of a timm model has in common, be it dense or low-rank."""
+"""The base class of PELA's LightningModules: a timm model, dense or low-rank, and its training."""
 
 from typing import Any
 
@@ -10,22 +10,21 @@ MODEL = ("architecture", "model_args", "num_classes", "ratio", "skip", "ranks")
 
 
 class BackboneModule(L.LightningModule):
-    """A timm model, dense or low-rank: where its weights come from, and how it learns.
+    """A timm model, dense or low-rank, with its settings for weights and optimisation.
 
     Args:
-        num_classes: of the task.
+        num_classes: number of classes of the task.
         architecture: timm name of the model, or of the backbone.
-        model_args: further arguments of timm.create_model; img_size is the task's.
-        pretrained: start from the hub's weights. Like init_from not part of the checkpoint.
+        model_args: further arguments of timm.create_model, such as the task's img_size.
+        pretrained: start from the architecture's pre-trained weights. Not saved in checkpoints.
         init_from: start from these weights: dense (a checkpoint, state_dict or safetensors file),
-            or low-rank (a checkpoint of PELA, or a folder that was exported), which then stay
-            low-rank.
-        ratio: κ, which leaves 1/κ of each layer; null leaves the weights as they come, dense or
-            low-rank.
-        skip: layers to leave dense beside pela.layers.SKIP.
-        ranks: rank of each layer by name, instead of ratio. The module fills it in with what it
-            has, so that its checkpoints load by themselves. Without weights the layers are empty
-            until a checkpoint fills them.
+            or low-rank (a checkpoint of PELA, or an exported folder), which stay low-rank. Not
+            saved in checkpoints.
+        ratio: κ, which leaves 1/κ of each layer's parameters; null for no factorisation.
+        skip: layers to leave dense in addition to pela.layers.SKIP.
+        ranks: rank of each layer by name, instead of ratio. The module sets it to the ranks it has,
+            so that checkpoints carry them. Without weights the layers are empty until a checkpoint
+            is loaded.
         lr: peak learning rate of AdamW.
         betas: of AdamW.
         weight_decay: decoupled, per unit of learning rate.
@@ -33,7 +32,7 @@ class BackboneModule(L.LightningModule):
         schedule: "cosine", "linear", "polynomial", "constant_with_warmup", …
     """
 
-    # where a run began is not what it is: loading it again must not download or need old files
+    # these say where a run started: loading its checkpoint must not download or need old files
     unsaved: tuple[str, ...] = ("init_from", "teacher_from", "pretrained")
 
     def __init__(
@@ -58,11 +57,11 @@ class BackboneModule(L.LightningModule):
         self.model: Any = None
 
     def score(self, batch: Any) -> None:
-        """Add a batch to the task's metrics."""
+        """Add a batch to the task's metrics; a subclass implements it."""
         raise NotImplementedError
 
     def report(self, stage: str) -> None:
-        """Log the task's metrics over all batches as `stage/…`, and begin anew."""
+        """Log the task's metrics as `stage/…` and reset them; a subclass implements it."""
         raise NotImplementedError
 
     @property
@@ -79,23 +78,23 @@ class BackboneModule(L.LightningModule):
         self.score(batch)
 
     def on_validation_epoch_end(self) -> None:
-        """Report what validation found."""
+        """Log the metrics under `val/`."""
         self.report("val")
 
     def on_test_epoch_end(self) -> None:
-        """Report what the test found."""
+        """Log the metrics under `test/`."""
         self.report("test")
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another model before its tensors are compared one by one.
+        """Refuse the checkpoint of another model before its tensors are loaded.
 
         Raises:
-            ValueError: naming what differs.
+            ValueError: naming the hyperparameter that differs.
         """
         saved = checkpoint.get("hyper_parameters", {})
         names = [name for name in self.model_names() if name in saved]
         refuse_another_model(checkpoint, self.hparams, names)
 
     def model_names(self) -> tuple[str, ...]:
-        """The arguments that make the model what it is."""
+        """The hyperparameters in which a checkpoint must equal the run that loads it."""
         return MODEL

@@ -1,7 +1,7 @@
-"""Distillations that PELA is compared with, applied to the same low-rank student.
+"""Distillation baselines for PELA, applied to the same low-rank student.
 
-They take what `feature_distillation` is computed from, and give the student's logits and a loss
-that stands in the place of L_fd (PELA, arXiv 2310.10700, Eq. 7).
+Each runs student and teacher on a batch and returns the student's logits and the loss that replaces
+L_fd in PELA's Eq. 7 (arXiv 2310.10700).
 """
 
 import torch
@@ -14,13 +14,14 @@ VISIBLE = 0.3  # MaskAlign hides 70 % of the patches
 
 
 def tinybert(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
-    """TinyBERT's Transformer distillation (arXiv 1909.10351, Eqs 7–11), every layer from its own.
+    """TinyBERT's Transformer distillation (arXiv 1909.10351, Eqs 7–11), layer by layer.
 
         L = MSE(E_s, E_t) + Σ_layers [ MSE(H_s, H_t) + MSE(A_s, A_t) ] + CE(z_t, z_s)
 
     with E the embedded patches, H a block's output, A its attention scores Q Kᵀ/√d before the
-    softmax, averaged over heads, and z the logits at temperature 1. Student and teacher are
-    equally wide, so its learned projections W are the identity.
+    softmax (the mean includes the heads), and z the logits at temperature 1. Student and teacher
+    are equally wide and deep, so that TinyBERT's learned projections W are the identity, and each
+    layer is matched with the teacher's layer of the same index.
 
     Args:
         student: a low-rank timm model with fused qkv layers, such as ViT or Swin.
@@ -58,13 +59,13 @@ def tinybert(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[Te
 
 
 def maskalign(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
-    """MaskAlign (arXiv 2211.08887): the student sees a part, the teacher the whole image.
+    """MaskAlign (arXiv 2211.08887): the student sees a part of the image, the teacher all of it.
 
-    A random 30 % of the patch tokens go through the student's blocks; their outputs are matched
-    with the teacher's at the same places, both normalised over channels (a LayerNorm without
-    weights), by mean squared error, averaged over blocks. Student and teacher have the same
-    blocks, so each is aligned with its own, without the paper's learned mixing of levels. The
-    logits, for the labels, come from a second pass over the whole image.
+    A random 30 % of the patch tokens go through the student's blocks. Each block's outputs are
+    matched with the teacher's at the same positions by mean squared error, averaged over blocks;
+    both are first normalised over channels (a LayerNorm without weights). Student and teacher have
+    the same blocks, so that each is matched with the one of the same index, without the paper's
+    learned mixing of levels. The logits for the labels come from a second pass over the full image.
 
     Args:
         student: a low-rank timm ViT.
@@ -72,10 +73,10 @@ def maskalign(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[T
         images: (B, 3, H, W).
 
     Returns:
-        The student's logits (B, classes) on the whole images, and the loss, computed in float32.
+        The student's logits (B, classes) on the full images, and the loss, computed in float32.
 
     Raises:
-        ValueError: if the model's tokens cannot be left out, as Swin's windows do not allow.
+        ValueError: if tokens cannot be left out of the model, as in Swin with its windows.
     """
     blocks, prefix = getattr(student, "blocks", None), getattr(student, "num_prefix_tokens", None)
     if blocks is None or prefix is None:
@@ -107,13 +108,13 @@ def maskalign(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[T
 
 
 def lillama(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Lillama, SlimLlama at first (arXiv 2412.16719): each block learns by itself, without labels.
+    """Lillama, first called SlimLlama (arXiv 2412.16719): blocks learn separately, without labels.
 
         L = Σ_blocks [ d(f(x_t), y_t) + d(f(x_s), y_t) ],   d(a, y) = mean|a − y| − log σ(cos(a, y))
 
-    with f a block of the student, x_t and y_t what the teacher's block is given and gives, and x_s
-    what the student's is given by the block before it: the joint teacher–student loss. No gradient
-    leaves a block. The mean is over channels, then over tokens and images.
+    with f a block of the student, x_t and y_t the input and output of the teacher's block, and x_s
+    the student's own input to the block (the joint teacher–student loss). Gradients do not pass
+    from one block to another. The means are over channels, tokens and images.
 
     Args:
         student: a low-rank timm model whose blocks take one tensor.
@@ -121,13 +122,18 @@ def lillama(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[Ten
         images: (B, 3, H, W).
 
     Returns:
-        The student's logits (B, classes), without a gradient to the blocks before the last, and
-        the loss, computed in float32.
+        The student's logits (B, classes), whose gradient reaches the last block only, and the
+        loss, computed in float32.
+
+    Raises:
+        ValueError: if the model has no blocks with known names.
     """
     names = feature_layers(student, "blocks")
-    given: list[Tensor] = []
+    teacher_inputs: list[Tensor] = []
     hooks = [
-        teacher.get_submodule(name).register_forward_pre_hook(lambda _, x: given.append(x[0]))
+        teacher.get_submodule(name).register_forward_pre_hook(
+            lambda _, x: teacher_inputs.append(x[0])
+        )
         for name in names
     ]
     hooks += [
@@ -139,21 +145,24 @@ def lillama(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[Ten
             logits = student(images)
             with torch.no_grad():
                 teacher(images)
-            learnt, wanted = of_student.take(), of_teacher.take()
-        taught = [student.get_submodule(name)(x) for name, x in zip(names, given, strict=True)]
+            from_student, wanted = of_student.take(), of_teacher.take()
+        from_teacher = [
+            student.get_submodule(name)(x) for name, x in zip(names, teacher_inputs, strict=True)
+        ]
     finally:
         for hook in hooks:
             hook.remove()
     with torch.autocast(images.device.type, enabled=False):
-        triples = zip(taught, learnt, wanted, strict=True)
-        terms = [_apart(t, y) + _apart(s, y) for t, s, y in triples]
+        triples = zip(from_teacher, from_student, wanted, strict=True)
+        terms = [_distance(t, y) + _distance(s, y) for t, s, y in triples]
         return logits, torch.stack(terms).sum()
 
 
-def _apart(found: Tensor, wanted: Tensor) -> Tensor:
-    found, wanted = found.float(), wanted.float()
-    cosine = F.cosine_similarity(found, wanted, dim=-1)
-    return F.l1_loss(found, wanted) - F.logsigmoid(cosine).mean()
+def _distance(outputs: Tensor, wanted: Tensor) -> Tensor:
+    """d of `lillama`."""
+    outputs, wanted = outputs.float(), wanted.float()
+    cosine = F.cosine_similarity(outputs, wanted, dim=-1)
+    return F.l1_loss(outputs, wanted) - F.logsigmoid(cosine).mean()
 
 
 def _scores(qkv: Tensor, heads: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What PELA is compared with: other distillations, token merging and LoRA."""
+"""PELA's baselines: other distillations, token merging and LoRA."""
 
 from typing import Any, Literal
 
@@ -18,13 +18,14 @@ METHODS = {"tinybert": tinybert, "maskalign": maskalign, "lillama": lillama}
 
 
 class Distillation(Classifier):
-    """A low-rank classifier with another distillation in the place of L_fd.
+    """A low-rank classifier that learns by another distillation instead of L_fd.
 
     Args:
-        method: "tinybert", "maskalign" or "lillama", see pela.baselines. Lillama's takes the place
-            of the labels too, and nothing but the blocks trains.
-        teacher_from: the teacher's weights; null when init_from or the hub gives dense ones.
-        alpha: weight of the distillation beside the cross-entropy.
+        method: "tinybert", "maskalign" or "lillama", see pela.baselines. Lillama also replaces the
+            loss on labels, and trains the blocks only.
+        teacher_from: the teacher's weights; null where init_from or the hub gives dense ones. Not
+            saved in checkpoints.
+        alpha: weight of the distillation relative to the cross-entropy.
         **kwargs: see `Classifier`.
     """
 
@@ -40,24 +41,24 @@ class Distillation(Classifier):
         self.teacher: nn.Module | None = None
 
     def configure_callbacks(self) -> list[Callback]:
-        """The teacher."""
+        """FrozenTeacher, which every method here needs."""
         from callbacks.frozen_teacher import FrozenTeacher
 
         return [FrozenTeacher()]
 
     def build_teacher(self) -> nn.Module:
-        """The dense original, for the callback FrozenTeacher; see `dense_original`."""
+        """The teacher for the callback FrozenTeacher: the dense original, see `dense_original`."""
         return self.dense_original(self.teacher_from, None)
 
     def prepare(self, model: nn.Module) -> None:
-        """Freeze what Lillama does not train."""
+        """Freeze everything but the blocks for Lillama."""
         if self.settings.method == "lillama":
             model.requires_grad_(False)
             for name in feature_layers(model, "blocks"):
                 model.get_submodule(name).requires_grad_(True)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Cross-entropy on the whole image, and the distillation."""
+        """Cross-entropy on the full images (not for Lillama), and the distillation."""
         h, (images, targets) = self.settings, batch
         logits, distance = METHODS[h.method](self.model, required(self.teacher), images)
         base = F.cross_entropy(logits.float(), targets)
@@ -80,19 +81,19 @@ class TokenMerging(Classifier):
         super().__init__(**kwargs)
 
     def prepare(self, model: nn.Module) -> None:
-        """Let the blocks merge tokens."""
+        """Make the blocks merge tokens."""
         add_tome(model, self.settings.merged_tokens)
 
     def model_names(self) -> tuple[str, ...]:
-        """The arguments that make the model what it is."""
+        """The hyperparameters in which a checkpoint must equal the run that loads it."""
         return (*MODEL, "merged_tokens")
 
 
 class LoRA(Classifier):
-    """A dense classifier of which LoRA on the fused qkv layers and the head train (2106.09685).
+    """A dense classifier that trains LoRA (arXiv 2106.09685) on its qkv layers, and its head.
 
     Args:
-        lora_rank: r.
+        lora_rank: LoRA's rank r.
         **kwargs: see `Classifier`.
     """
 
@@ -113,5 +114,5 @@ class LoRA(Classifier):
         tune(model, "lora", heads=["head"], rank=self.settings.lora_rank, targets=["qkv"])
 
     def model_names(self) -> tuple[str, ...]:
-        """The arguments that make the model what it is."""
+        """The hyperparameters in which a checkpoint must equal the run that loads it."""
         return (*MODEL, "lora_rank")

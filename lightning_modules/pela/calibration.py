@@ -1,11 +1,11 @@
-"""What a layer's inputs are like, for factors that fit the data as well as the weight.
+"""Statistics of the layers' inputs, for factors that fit the data instead of the weight.
 
 Beyond the paper. Each kind gives a matrix C for every layer, with which `factorize(moments=…)`
 decomposes W · L, C = L · Lᵀ (see there):
 
     whitened   C = E[x xᵀ], the mean over all tokens seen (SVD-LLM, arXiv 2403.07378)
-    asvd       C = diag(E|x|), so that L is diag(E|x|)^½ (ASVD, arXiv 2312.05821, α = ½; its search
-               for ranks is left out)
+    asvd       C = diag(E|x|), so that L = diag(E|x|)^½ (ASVD, arXiv 2312.05821, α = ½; without its
+               search for ranks)
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,9 +26,9 @@ class Calibration:
             run(model, batches)
         factorize(model, moments=calibration.moments())
 
-    It holds one matrix (d_in, d_in), or one vector for asvd, for each layer, in float64: what
-    LayerNorm gives has a direction without variance, and a float32 sum of products is then often
-    not positive definite.
+    It holds one matrix (d_in, d_in), or one vector for asvd, for each layer. They are in float64,
+    because the outputs of LayerNorm have a direction without variance, in which a sum of products
+    in float32 is often not positive definite.
 
     Args:
         model: a dense model.
@@ -90,12 +90,11 @@ class Calibration:
 
 @torch.no_grad()
 def run(model: nn.Module, batches: Iterable[Any]) -> None:
-    """Call the model in eval mode on every batch; the mode is then as it was.
+    """Call the model in eval mode on every batch, and restore each module's mode.
 
     Args:
-        model: any; batches are moved to the device of its first parameter.
-        batches: what the model takes: a tensor, a tuple of arguments, or a dictionary of keyword
-            arguments.
+        model: any model; batches are moved to the device of its first parameter.
+        batches: its inputs: tensors, tuples of arguments, or dictionaries of keyword arguments.
     """
     device = next(model.parameters()).device
     modes = {module: module.training for module in model.modules()}

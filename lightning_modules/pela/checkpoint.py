@@ -1,7 +1,7 @@
-"""Starting from weights of which some layers are of low rank.
+"""Starts a model from weights that may contain low-rank layers.
 
-Their ranks are read off the shapes, so that nothing is decomposed again. What writes such weights:
-checkpoints of this method, and folders of lightning_modules/standalone.py.
+Their ranks are read from the shapes, so that nothing is decomposed again. Such weights are in
+checkpoints of PELA and in folders written by lightning_modules/standalone.py.
 """
 
 from pathlib import Path
@@ -15,20 +15,21 @@ from lightning_modules.weights import LoadReport, load_weights, read_state_dict
 def start_from(
     model: nn.Module, source: str | Path, ratio: float | None = None
 ) -> tuple[dict[str, int], LoadReport]:
-    """Give a dense model the weights of a file, and make it low-rank if they are.
+    """Load a file's weights into a dense model; its layers become low-rank where the file's are.
 
     Args:
         model: a dense model, changed in place.
         source: weights as `load_weights` takes them: dense ones, a checkpoint of PELA, or a folder
             with model.safetensors.
-        ratio: κ that is to be applied afterwards, which low-rank weights do not allow.
+        ratio: κ that the caller will apply to dense weights; not allowed with low-rank ones.
 
     Returns:
-        The rank of every low-rank layer by name (none for dense weights), and what was loaded.
+        The rank of every low-rank layer by name (empty for dense weights), and the report.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if low-rank weights come with a ratio or do not fit the model.
+        ValueError: if a ratio is given and the weights are low-rank, or the weights do not fit the
+            model.
     """
     end = ".u.weight"
     state = read_state_dict(source)

@@ -21,7 +21,8 @@ from lightning_modules.pela.checkpoint import start_from
 from lightning_modules.pela.factorize import factorize, plan_uniform
 from lightning_modules.weights import load_weights
 
-# Arguments in checkpoints of former versions: the value that changes nothing, and who took it over.
+# Arguments in checkpoints of former versions: the value without effect (None: any value), and what
+# replaces the argument.
 FORMER: dict[str, tuple[Any, str]] = {
     "optimizer": ("adamw", "AdamW alone is left"),
     "distillation": ("pela", "it is lightning_modules.pela.Distillation now"),
@@ -33,15 +34,17 @@ FORMER: dict[str, tuple[Any, str]] = {
 
 
 class Classifier(BackboneModule):
-    """Cross-entropy on labels, also soft ones (mixup); the parent of PELA and its baselines.
+    """Cross-entropy on labels, also soft ones (mixup); the base class of PELA and its baselines.
 
-    Used by itself it trains the dense model, the low-rank one without a teacher, and fine-tunes
-    either on other images.
+    By itself it trains a dense model or a low-rank one without a teacher, and fine-tunes either.
 
     Args:
         decay_vectors: decay biases and norms too.
         **kwargs: see `BackboneModule`. Arguments of former versions, from their checkpoints, are
-            refused unless they change nothing.
+            refused unless they have no effect.
+
+    Raises:
+        ValueError: for an argument of a former version with an effect.
     """
 
     def __init__(self, decay_vectors: bool = False, **kwargs: Any):
@@ -67,10 +70,10 @@ class Classifier(BackboneModule):
         self.model = model
 
     def prepare(self, model: nn.Module) -> None:
-        """Change the model after its weights are there; a baseline's own part."""
+        """Change the model after its weights have been loaded; a baseline's subclass may do so."""
 
     def _fill(self, model: nn.Module) -> None:
-        """Give a dense model its weights and its ranks."""
+        """Load a dense model's weights, and factorise it where ratio or ranks say so."""
         h = self.settings
         if self.init_from is not None:
             low_rank, _ = start_from(model, self.init_from, h.ratio)
@@ -87,7 +90,7 @@ class Classifier(BackboneModule):
         self.hparams["ranks"] = ranks
 
     def on_train_start(self) -> None:
-        """Refuse to train a model without values.
+        """Refuse to train uninitialised weights.
 
         Raises:
             ValueError: if model.ranks came without weights.
@@ -102,7 +105,9 @@ class Classifier(BackboneModule):
         """The teacher: a dense model with the weights of `source`, else of init_from or the hub.
 
         Raises:
-            ValueError: if its weights are not said, or do not fit it to the last tensor.
+            ValueError: if no weights are given, or a tensor is missing, unexpected or of another
+                shape.
+            FileNotFoundError: if there is no file `source`.
         """
         h = self.settings
         source = source or self.init_from
@@ -128,23 +133,23 @@ class Classifier(BackboneModule):
         return self.model(images)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Cross-entropy."""
+        """The cross-entropy of a batch of images (B, 3, H, W) with its targets."""
         images, targets = batch
         loss = F.cross_entropy(self(images).float(), targets)
         self.log("train/loss", loss, prog_bar=True)
         return loss
 
     def score(self, batch: tuple[Tensor, Tensor]) -> None:
-        """Add a batch to the scores."""
+        """Add a batch to accuracy and loss."""
         images, targets = batch
         logits = self(images).float()
         valid = (targets != -100).sum()
-        if valid:  # else the batch is all padding
+        if valid:  # the batch is not padding alone
             self.accuracy.update(logits, targets)
             self.loss.update(F.cross_entropy(logits, targets), valid)
 
     def report(self, stage: str) -> None:
-        """Log `val/accuracy` and `val/loss` over the whole set."""
+        """Log `stage/accuracy` and `stage/loss` over the full set."""
         self.log(f"{stage}/accuracy", self.accuracy.compute(), prog_bar=True)
         self.log(f"{stage}/loss", self.loss.compute())
         self.accuracy.reset()
@@ -155,17 +160,17 @@ class Classifier(BackboneModule):
         return self(batch[0])
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW over what trains, with its schedule."""
+        """AdamW over the trainable parameters, with its schedule."""
         h = self.settings
         groups = parameter_groups(self.model, h.weight_decay, h.decay_vectors)
         optimizer = build_optimizer("adamw", groups, h.lr, tuple(h.betas))
         return with_schedule(optimizer, h.schedule, h.warmup_steps, training_steps(self.trainer))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another model, or of a former version that trained otherwise.
+        """Refuse the checkpoint of another model, or of a former version that trained differently.
 
         Raises:
-            ValueError: naming what differs.
+            ValueError: naming the hyperparameter that differs.
         """
         saved = checkpoint.get("hyper_parameters", {})
         refuse_former({n: saved[n] for n in FORMER if n in saved and n not in self.hparams})
@@ -174,15 +179,15 @@ class Classifier(BackboneModule):
 
 
 def refuse_former(arguments: Mapping[str, Any]) -> None:
-    """Check arguments of former versions, see FORMER.
+    """Refuse arguments of former versions that have an effect, see FORMER.
 
     Raises:
-        ValueError: if one made another model or training than this version's.
+        ValueError: naming the argument and its replacement.
     """
     for name, value in arguments.items():
         neutral, successor = FORMER[name]
         if neutral is not None and value != neutral:
             raise ValueError(
                 f"this checkpoint was made by a former version with {name} {value!r}: {successor}; "
-                "load it with that, or use its weights with init_from"
+                "load the checkpoint there, or use its weights with init_from"
             )

@@ -1,4 +1,4 @@
-"""Any model to low rank in one call: which ranks, and which factors; at one ratio or at several."""
+"""Compresses any model by low rank in one call, with a choice of ranks and of factors."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,9 +15,8 @@ from lightning_modules.pela.layers import factors_of, low_rank_layers
 
 Ranks = Literal["uniform", "energy", "feature_error"]
 Factors = Literal["svd", "whitened", "asvd"]
-PROBES = (
-    64  # images at most, evenly spread, on which "feature_error" passes for each layer and rank
-)
+# "feature_error" passes at most so many images, evenly spread, for each layer and rank it tries
+PROBES = 64
 
 
 def compress(
@@ -29,21 +28,22 @@ def compress(
     skip: Sequence[str] = (),
     multiple: int = 1,
 ) -> nn.Module:
-    """Replace every fully connected layer of a model by two of low rank, in place.
+    """Replace every fully connected layer of a model by a low-rank layer, in place.
 
     Args:
         model: a dense model of timm, transformers or any other.
-        batches: some inputs for "whitened" and "asvd": an iterable of what the model takes, a
-            tensor, a tuple of arguments, or a dictionary of keyword arguments.
+        batches: inputs, needed for "whitened", "asvd" and "feature_error": an iterable of tensors,
+            tuples of arguments, or dictionaries of keyword arguments; of image tensors (B, 3, H, W)
+            for "feature_error".
         ratio: κ; 2 halves the layers' parameters and multiply-adds.
-        ranks: "uniform", κ for every layer (the paper); "energy", from the singular values under
-            the same budget (see `energy.py`), with "whitened" and "asvd" from those of W · L;
-            "feature_error", from what each layer does to an image classifier's last feature, on
-            64 of the images (see `feature_error.py`).
+        ranks: "uniform", κ for every layer (the paper); "energy", from the singular values (with
+            "whitened" and "asvd" those of W · L) under the same budget of parameters (see
+            `energy.py`); "feature_error", from each layer's effect on an image classifier's last
+            feature, on at most 64 of the images (see `feature_error.py`).
         factors: "svd" (the paper); "whitened" or "asvd", which fit the data (see `calibration.py`).
-        skip: layers to leave alone beside the defaults, see `find_layers`.
-        multiple: ranks are rounded down to multiples of it; 8 suits processors, and is what
-            "feature_error" takes for 1.
+        skip: layers to leave dense in addition to the defaults, see `find_layers`.
+        multiple: ranks are rounded down to multiples of it, 8 for fast matrix products;
+            "feature_error" takes 8 where 1 is given.
 
     Returns:
         The same model.
@@ -75,14 +75,16 @@ def compress_each(
 ) -> dict[float, nn.Module]:
     """Low-rank copies of a model at several ratios, at the cost of one decomposition.
 
-    `factorize` puts the singular values in falling order, so that the factors of rank r are the
-    first r of those of any higher rank.
+    `factorize` orders the factors by decreasing singular value, so that the factors of rank r are
+    the first r columns and rows of those of any higher rank.
 
     Args:
-        model: dense; it is left as it was.
+        model: a dense model; it stays unchanged.
         ratios: κ of each copy.
-        moments: of `layer_moments`; None for plain factors.
-        ranks: this and the others as for `compress`; not "feature_error".
+        ranks: "uniform" or "energy", as for `compress`.
+        moments: from `layer_moments`; None for plain factors.
+        skip: as for `compress`.
+        multiple: as for `compress`.
 
     Returns:
         The copies by ratio, each as `compress` would make it.
@@ -99,14 +101,20 @@ def compress_each(
 def layer_moments(
     model: nn.Module, batches: Iterable[Any] | None, factors: Factors, skip: Sequence[str] = ()
 ) -> dict[str, Tensor] | None:
-    """What `factorize` needs to know of the layers' inputs; None for plain factors.
+    """The `moments` of `factorize`, measured on inputs; None for plain factors.
 
     Args:
-        model: dense.
-        batches: this and the others as for `compress`.
+        model: a dense model.
+        batches: as for `compress`.
+        factors: as for `compress`.
+        skip: as for `compress`.
+
+    Returns:
+        C (d_in, d_in) of every layer, by name.
 
     Raises:
-        ValueError: for unknown factors, or some that need batches without any.
+        ValueError: for unknown factors, factors that need batches without any, or a layer that the
+            batches do not reach.
     """
     if factors not in ("svd", "whitened", "asvd"):
         raise ValueError(f"unknown factors {factors!r}: expected 'svd', 'whitened' or 'asvd'")
@@ -126,8 +134,8 @@ def layer_moments(
 def truncate(model: nn.Module, ranks: Mapping[str, int]) -> nn.Module:
     """Lower the ranks of a model's low-rank layers, in place.
 
-    Right after `factorize` this drops the smallest singular values. Training mixes them: the
-    factors of a trained model have no such order, so `merge` it and factorise again.
+    Right after `factorize` this drops the smallest singular values. After training, factors are no
+    longer ordered: `merge` the model and factorise it again instead.
 
     Args:
         model: a low-rank model.

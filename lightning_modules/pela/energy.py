@@ -1,8 +1,8 @@
-"""Ranks from the singular values, under one budget of parameters for the whole model.
+"""Chooses ranks by the singular values, under one budget of parameters for all layers together.
 
-Beyond the paper, which gives every layer the same ratio. One more rank of layer k costs
-d_in + d_out parameters and adds σ²/Σσ² to the share of the layer's energy that is kept; the ranks
-are those whose gain for each parameter is largest.
+Beyond the paper, which gives every layer the same ratio. Raising a layer's rank by one costs
+d_in + d_out parameters and adds σ²/Σσ² to the share of the layer's energy that is kept. The ranks
+are raised where the gain per parameter is largest, until the budget is spent.
 """
 
 import math
@@ -27,7 +27,7 @@ def plan_energy(
     multiple: int = 1,
     shares: Mapping[str, Tensor] | None = None,
 ) -> dict[str, int]:
-    """A plan with at most as many parameters as the uniform one, that keeps more energy.
+    """A plan with at most the uniform plan's parameters that keeps at least as much energy.
 
     Every layer keeps at least rank 1 and at most the rank at which it would have as many
     parameters as the dense layer.
@@ -37,7 +37,8 @@ def plan_energy(
         ratio: κ of the uniform plan that sets the budget; at least 1.
         skip: as for `factorize`.
         moments: as for `factorize`: the energy is then that of the layers' outputs.
-        shares: of `energy_shares`, where they are known already: for plans at several ratios.
+        multiple: ranks are multiples of it where the budget allows.
+        shares: the result of `energy_shares`, to reuse it for plans at several ratios.
 
     Returns:
         Ranks by layer name, for `factorize(model, ranks=…)`. The kept energy, summed over layers,
@@ -69,7 +70,9 @@ def plan_energy(
 def energy_shares(
     model: nn.Module, skip: Sequence[str] = (), moments: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """σ²/Σσ² of every layer, decreasing, by name; the arguments are those of `plan_energy`.
+    """σ²/Σσ² (min(d_in, d_out),) of every layer, decreasing, by name.
+
+    The arguments are those of `plan_energy`.
 
     Raises:
         ValueError: if the model is on the meta device, a weight is zero or not finite, or moments
@@ -96,7 +99,7 @@ def _spend(
     budget: int,
     step: int,
 ) -> dict[str, int]:
-    """Give ranks to layers, `step` at a time, best gain for each parameter first."""
+    """Raise the layers' ranks by `step` at a time, largest gain per parameter first."""
     ranks = {name: min(step, cap) for name, cap in caps.items()}
     budget -= sum(ranks[name] * costs[name] for name in ranks)
     gains = [

@@ -1,7 +1,7 @@
-"""A low-rank model as one file that runs without this repository: ONNX or torch.export.
+"""Exports an image classifier to a file that runs without this repository: ONNX or torch.export.
 
-Both keep the two small products of every layer, so that the saving stays, and take any batch
-size. The safetensors and plan that load back into Python are in `checkpoint.py`.
+Both keep the two small products of every low-rank layer, and so its savings, and accept any batch
+size. lightning_modules/standalone.py writes folders from which Python loads the model again.
 """
 
 import copy
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-TOLERANCE = 1e-4  # of float32 outputs, relative to the largest
+TOLERANCE = 1e-4  # largest difference of float32 outputs, relative to the largest output
 
 
 def to_onnx(model: nn.Module, file: str | Path, example: Tensor) -> Path:
@@ -20,8 +20,8 @@ def to_onnx(model: nn.Module, file: str | Path, example: Tensor) -> Path:
     The file is run with onnxruntime before the function returns.
 
     Args:
-        model: takes one tensor and gives one; exported in eval mode, on the CPU.
-        file: such as "model.onnx"; weights above 2 GB go beside it as "model.onnx.data".
+        model: maps one tensor to one tensor; exported in eval mode, on the CPU.
+        file: such as "model.onnx"; weights above 2 GB are written beside it to "model.onnx.data".
         example: an input (B, 3, H, W) with B at least 2.
 
     Returns:
@@ -30,7 +30,7 @@ def to_onnx(model: nn.Module, file: str | Path, example: Tensor) -> Path:
     Raises:
         ImportError: if onnx, onnxscript or onnxruntime is not installed.
         ValueError: if example has one image only.
-        RuntimeError: if onnxruntime computes something else than the model.
+        RuntimeError: if onnxruntime's outputs differ from the model's.
     """
     import onnxruntime
 
@@ -56,7 +56,7 @@ def to_onnx(model: nn.Module, file: str | Path, example: Tensor) -> Path:
 
 
 def to_program(model: nn.Module, file: str | Path, example: Tensor) -> Path:
-    """Write what torch.export makes of the model, for `torch.export.load(file).module()`.
+    """Write a file of torch.export, for `torch.export.load(file).module()`.
 
     The file is loaded and run before the function returns.
 
@@ -70,7 +70,7 @@ def to_program(model: nn.Module, file: str | Path, example: Tensor) -> Path:
 
     Raises:
         ValueError: if example has one image only.
-        RuntimeError: if the file computes something else than the model.
+        RuntimeError: if the outputs of the file differ from the model's.
     """
     file, model, example = _prepare(model, file, example)
     shapes = ({0: torch.export.Dim("batch")},)
@@ -81,7 +81,7 @@ def to_program(model: nn.Module, file: str | Path, example: Tensor) -> Path:
 
 
 def _prepare(model: nn.Module, file: str | Path, example: Tensor) -> tuple[Path, nn.Module, Tensor]:
-    """A copy of the model that is ready to be traced, and the folder of the file."""
+    """The file's path with its folder created, and copies of model and example for tracing."""
     if len(example) < 2:
         raise ValueError(
             f"example is of shape {tuple(example.shape)}: expected at least 2 images, with one "
@@ -94,10 +94,10 @@ def _prepare(model: nn.Module, file: str | Path, example: Tensor) -> tuple[Path,
 
 @torch.no_grad()
 def _check(model: nn.Module, run: Callable[[Tensor], Tensor], example: Tensor, file: Path) -> None:
-    """Compare at the example's batch size and at others."""
+    """Compare the outputs at the example's batch size and at two others."""
     for images in (example, example[:1], torch.cat([example, example[:1]])):
-        expected, found = model(images), run(images)
-        error = (found - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
+        expected, outputs = model(images), run(images)
+        error = (outputs - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
         if not error <= TOLERANCE:
             raise RuntimeError(
                 f"{file} differs from the model by {error:.1e} of the largest output at batch size "

@@ -1,21 +1,22 @@
-"""Low-rank factorisation of every fully connected layer, once, and the way back.
+"""Low-rank factorisation of every fully connected layer, and its inverse.
 
 PELA (arXiv 2310.10700), Eqs 1–3. With the singular value decomposition of a weight,
-W = A · Σ · Bᵀ, cut after its r largest singular values,
+W = A · Σ · Bᵀ, truncated to the r largest singular values,
 
     W · x ≈ V · (U · x),   V = A_r · √Σ_r  (d_out × r),   U = √Σ_r · B_rᵀ  (r × d_in)
 
-(U stored as nn.Linear stores it: the transpose of the paper's). The bias stays on V. The rank
+(U as nn.Linear stores it: the transpose of the paper's). The bias stays on V. The rank
 
     r = ⌊d_in · d_out / (κ · (d_in + d_out))⌋
 
-leaves 1/κ of the layer's parameters and multiply-adds. The plan, a dictionary from a layer's name
-to its rank, rebuilds the model: `factorize(model, ranks=plan, method="empty")`.
+leaves 1/κ of the layer's parameters and multiply-adds. A plan, which maps a layer's name to its
+rank, is all that is needed to build an empty model for a checkpoint:
+`factorize(model, ranks=plan, method="empty")`.
 
-Beyond the paper: with a matrix C = L · Lᵀ for each layer (`moments`, see `calibration.py`) the
-decomposition is that of W · L, and U is multiplied by L⁻¹ from the right. With the second moments
-C = E[x xᵀ] of the layer's inputs that minimises E‖W·x − V·U·x‖², the error of the output, instead
-of ‖W − V·U‖², that of the weight (as SVD-LLM does, arXiv 2403.07378).
+Beyond the paper: given a matrix C = L · Lᵀ for each layer (`moments`, see `calibration.py`), W · L
+is decomposed instead, and U is multiplied by L⁻¹ from the right. With the second moments
+C = E[x xᵀ] of the layer's inputs this minimises the error of the output, E‖W·x − V·U·x‖², instead
+of the error of the weight, ‖W − V·U‖² (as SVD-LLM does, arXiv 2403.07378).
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,21 +51,25 @@ def plan_uniform(
     """The paper's ranks: every layer keeps 1/ratio of its parameters.
 
     Args:
-        model: a dense model, on the meta device too.
+        model: a dense model, which may be on the meta device.
         ratio: κ; 2 halves the parameters and multiply-adds.
-        skip: layers to leave alone beside the defaults, see `find_layers`.
-        multiple: ranks above it are rounded down to a multiple of it. The paper's ranks are seldom
-            multiples of 8 (307 of DeiT-B's feed-forward layers), which processors multiply faster.
+        skip: layers to leave dense in addition to the defaults, see `find_layers`.
+        multiple: ranks above it are rounded down to a multiple of it. The paper's ranks are often
+            no multiples of 8 (DeiT-B's feed-forward layers have 307 at κ = 2), for which matrix
+            products are slower.
+
+    Returns:
+        Ranks by layer name.
 
     Raises:
-        ValueError: if ratio is not above 0, leaves a layer rank 0, asks for more than the full
-            rank, multiple is below 1, or there is nothing to factorise.
+        ValueError: if ratio is not above 0, gives a layer rank 0 or more than its full rank,
+            multiple is below 1, or layers cannot be factorised (see `find_layers`).
     """
     if not 0 < ratio < float("inf"):
         raise ValueError(f"ratio is {ratio}: expected a number above 0, 2 halves the parameters")
     if multiple < 1:
         raise ValueError(f"multiple is {multiple}: expected at least 1, such as 8")
-    kappa = Fraction(str(float(ratio)))  # 0.4 as written: in floats 3072 // (0.4 · 128) is 59
+    kappa = Fraction(str(float(ratio)))  # exact: in floats 3072 // (0.4 · 128) is 59, not 60
     plan = {}
     for name, layer in find_layers(model, skip).items():
         inputs, outputs = sizes(layer)
@@ -92,21 +97,20 @@ def factorize(
     moments: Mapping[str, Tensor] | None = None,
     multiple: int = 1,
 ) -> nn.Module:
-    """Replace every fully connected layer by two of low rank, in place.
+    """Replace every fully connected layer by a low-rank layer, in place.
 
-    Nothing is changed before all layers are known to be sound. On the meta device only the
-    shapes change.
+    All layers are checked before the first is changed. On the meta device only shapes change.
 
     Args:
         model: a dense model: timm, transformers or any other.
         ratio: κ; 2 halves the parameters and multiply-adds.
-        skip: layers to leave alone beside the defaults, see `find_layers`. The released code keeps
-            "attn.proj" of Swin, too.
-        ranks: a plan to follow instead of ratio, skip and multiple: exactly its layers and ranks.
-        method: "svd" (exact, see `factors`), "randomized" (torch.svd_lowrank; near the exact
-            error, and faster at ranks of a tenth of full, not at κ = 2) or "empty" (no values,
-            for weights that are about to be loaded). Computed in at least float32 and rounded to
-            the weight's type at the end.
+        skip: layers to leave dense in addition to the defaults, see `find_layers`. The released
+            code also skips "attn.proj" of Swin.
+        ranks: a plan to use instead of ratio, skip and multiple: exactly its layers and ranks.
+        method: "svd" (see `factors`), "randomized" (torch.svd_lowrank, with nearly the error of the
+            exact decomposition; faster at a tenth of the full rank, not at κ = 2) or "empty"
+            (uninitialised, for weights to be loaded). Computed in at least float32, then rounded
+            to the weight's type.
         moments: a matrix C (d_in, d_in) for each layer by name, from `Calibration`.
         multiple: see `plan_uniform`.
 
@@ -114,8 +118,9 @@ def factorize(
         The same model; `plan_of(model)` is its plan.
 
     Raises:
-        ValueError: if ratio, skip or ranks do not fit the model, a layer cannot be replaced (see
-            `find_layers`), a weight has NaN or infinite values, or moments lack a layer.
+        ValueError: for an unknown method, if ratio, skip or ranks do not fit the model, a layer
+            cannot be replaced (see `find_layers`), a weight has NaN or infinite values, or moments
+            lack a layer.
     """
     if method not in ("svd", "randomized", "empty"):
         raise ValueError(f"unknown method {method!r}: expected 'svd', 'randomized' or 'empty'")
@@ -144,10 +149,10 @@ def factorize(
 
 
 def merge(model: nn.Module) -> nn.Module:
-    """Replace every low-rank layer by the dense one with the product of its factors, in place.
+    """Replace every low-rank layer by the dense layer with the product of its factors, in place.
 
     Returns:
-        The same model: plain, computes the same, at the cost of the dense one.
+        The same model, made of dense layers, with the same outputs.
 
     Raises:
         ValueError: if the model has no low-rank layer, or one carries an adapter.
@@ -178,15 +183,15 @@ def factors(
 ) -> tuple[Tensor, Tensor]:
     """The two factors of a weight: U (rank, d_in) and V (d_out, rank), in the weight's type.
 
-    Only one side's singular vectors are decomposed for, as eigenvectors of the smaller of WᵀW and
-    WWᵀ; the other side's are W times those. V · U is therefore W projected on them, and its squared
-    error exceeds the discarded singular values' by rounding of the order of σ₁² times the type's
-    precision (1e-7 for float32), wherever the spectrum is cut.
+    The singular vectors of one side are the eigenvectors of the smaller of WᵀW and WWᵀ; those of
+    the other side are W times them. V · U is therefore W projected on the former. At any rank, its
+    squared error exceeds the sum of the discarded σ² by rounding only, of the order of σ₁² times
+    the type's precision (1e-7 for float32).
 
     Args:
         weight: (d_out, d_in).
         rank: singular values to keep.
-        randomized: torch.svd_lowrank instead of torch.linalg.svd, seeded by itself.
+        randomized: approximate by torch.svd_lowrank, with a fixed seed.
         moment: C (d_in, d_in), such as the second moment E[x xᵀ] of the layer's input.
     """
     matrix, root = _whitened(weight, moment)
@@ -196,7 +201,7 @@ def factors(
     tall = matrix.T if wide else matrix
     with torch.autocast(matrix.device.type, enabled=False):
         basis = _leading_basis(tall, rank, randomized)
-        other = tall @ basis  # Σ times the basis of the other side
+        other = tall @ basis  # the other side's singular vectors, each times its singular value
         scale = other.norm(dim=0).clamp(min=torch.finfo(other.dtype).tiny).sqrt()
         v, u = other / scale, (basis * scale).T
     if wide:
@@ -209,12 +214,13 @@ def factors(
 def _leading_basis(tall: Tensor, rank: int, randomized: bool) -> Tensor:
     """The right singular vectors (n, rank) of the largest singular values of a matrix (m ≥ n, n).
 
-    Those are the eigenvectors of tallᵀ · tall, which take a fraction of the decomposition's time.
+    They are the eigenvectors of tallᵀ · tall, which take a fraction of the time of a full singular
+    value decomposition.
     """
     if not randomized:
         gram = tall.new_zeros(tall.shape[1], tall.shape[1])
         width = -(-tall.shape[1] // 4)
-        for start in range(0, tall.shape[1], width):  # of a symmetric matrix one triangle is enough
+        for start in range(0, tall.shape[1], width):  # eigh reads the upper triangle only
             rows = slice(start, start + width)
             gram[rows, start:] = tall[:, rows].T @ tall[:, start:]
         return torch.linalg.eigh(gram, UPLO="U").eigenvectors[:, -rank:].flip(1)
@@ -225,7 +231,7 @@ def _leading_basis(tall: Tensor, rank: int, randomized: bool) -> Tensor:
 
 @torch.no_grad()
 def singular_values(weight: Tensor, moment: Tensor | None = None) -> Tensor:
-    """The singular values, decreasing, of a weight or of W · L (see above).
+    """The singular values, decreasing, of a weight W (d_out, d_in) or, given C = L · Lᵀ, of W · L.
 
     The squares of those that a rank discards sum to the squared error of the factors.
     """
@@ -233,21 +239,30 @@ def singular_values(weight: Tensor, moment: Tensor | None = None) -> Tensor:
 
 
 def require_finite(name: str, layer: Linear) -> None:
-    """Raise a ValueError where a weight has NaN or infinite values."""
+    """Refuse a weight with NaN or infinite values.
+
+    Raises:
+        ValueError: if it has any.
+    """
     if not layer.weight.is_meta and not torch.isfinite(layer.weight).all():
-        raise ValueError(f"{name}.weight has NaN or infinite values: load sound weights")
+        raise ValueError(f"{name}.weight has NaN or infinite values: load finite weights")
 
 
 def require_moment(name: str, moments: Mapping[str, Tensor] | None) -> None:
-    """Raise a ValueError where there are moments, but not this layer's."""
+    """Refuse moments that lack a layer.
+
+    Raises:
+        ValueError: if there are moments, but none of this layer.
+    """
     if moments is not None and name not in moments:
         raise ValueError(f"moments lack {name}: calibrate with the same skip and model")
 
 
 def _whitened(weight: Tensor, moment: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The matrix to decompose, and L where there are moments.
+    """The matrix to decompose, and L where there is a moment.
 
-    Inputs that never vary make the moment singular; a millionth of its mean diagonal is added.
+    A millionth of the mean of its diagonal is added to the moment's, because constant inputs make
+    it singular.
     """
     if moment is None:
         return precise(weight.detach()), None
@@ -258,7 +273,7 @@ def _whitened(weight: Tensor, moment: Tensor | None) -> tuple[Tensor, Tensor | N
 
 
 def _planned_layers(model: nn.Module, plan: Mapping[str, int]) -> dict[str, Linear]:
-    """The layers of a plan, in its order."""
+    """The layers that a plan names, in its order, after checking layers and ranks."""
     if not plan:
         raise ValueError("nothing to factorise: the plan names no layer")
     modules = dict(model.named_modules())
@@ -283,7 +298,7 @@ def _planned_layers(model: nn.Module, plan: Mapping[str, int]) -> dict[str, Line
 def _places(
     model: nn.Module, layers: Mapping[str, nn.Module]
 ) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Where each layer hangs, as (parent, name in it); one used twice hangs in two places."""
+    """The places of each layer, as (parent, name in it); a shared layer has several."""
     names = {id(layer): name for name, layer in layers.items()}
     places: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in layers}
     for parent in model.modules():
@@ -294,7 +309,7 @@ def _places(
 
 
 def _linear(weight: Tensor, bias: Tensor | None, like: Linear) -> nn.Linear:
-    """An nn.Linear of these tensors that trains when `like` does."""
+    """An nn.Linear of these tensors, with the mode and requires_grad of `like`."""
     outputs, inputs = weight.shape
     linear = nn.Linear(inputs, outputs, bias is not None, device="meta")
     linear.weight = nn.Parameter(weight, like.weight.requires_grad)
@@ -304,7 +319,7 @@ def _linear(weight: Tensor, bias: Tensor | None, like: Linear) -> nn.Linear:
 
 
 def _conv1d(linear: nn.Linear) -> Conv1D:
-    """The same as transformers' Conv1D, whose weight stands transposed."""
+    """The layer as transformers' Conv1D, whose weight is transposed."""
     conv = Conv1D(linear.out_features, linear.in_features)
     conv.weight = nn.Parameter(linear.weight.detach().T.contiguous(), linear.weight.requires_grad)
     conv.bias = linear.bias

@@ -1,15 +1,16 @@
-"""Ranks by what each layer does to the model's last feature, under one budget of parameters.
+"""Chooses ranks by each layer's effect on the model's last feature, under a budget of parameters.
 
-FLAR-SVD (Thoma et al., CVPR Workshops 2025), for image classifiers. With layer l alone at rank r,
-the error of the feature f that the head is given is
+FLAR-SVD (Thoma et al., CVPR Workshops 2025), for image classifiers. With only layer l at rank r,
+the error of the head's input feature f is
 
     e_l(r) = E[(f − f_{l,r})²] / E[f_{l,r}²]
 
-Every layer gets the least rank at which e_l(r) is at most a threshold, the same for all layers. The
-factors stand by falling singular value, so one decomposition serves all ranks, and the rank is
-found by bisection, in multiples of 8. Here the threshold is the least that keeps to the budget of
-the uniform plan; the released code scales the ranks to it instead. The paper's rejection of ranks
-that are not faster on the hardware is left out: it needs a latency model of that hardware.
+Every layer gets the lowest rank at which e_l(r) is at most a threshold, which is the same for all
+layers. Factors are ordered by decreasing singular value, so that one decomposition serves all
+ranks, and the rank is found by bisection, in multiples of 8. Here the threshold is the lowest that
+keeps to the budget of the uniform plan; the released code instead scales the ranks to the budget.
+The paper also rejects ranks that are not faster on given hardware; that is left out, because it
+needs a latency model of the hardware.
 """
 
 import copy
@@ -24,8 +25,8 @@ from lightning_modules.pela.factorize import factorize, plan_uniform
 from lightning_modules.pela.features import Features
 from lightning_modules.pela.layers import factors_of, find_layers, low_rank_layers, sizes
 
-HALVINGS = 20  # of the threshold's logarithm
-LEAST, MOST = 1e-9, 1e3  # thresholds between which it is sought
+HALVINGS = 20  # steps of the bisection for the threshold, on its logarithm
+LEAST, MOST = 1e-9, 1e3  # the range of thresholds to search
 
 
 @torch.no_grad()
@@ -40,16 +41,17 @@ def plan_feature_error(
     """A plan with at most as many parameters as the uniform one.
 
     Args:
-        model: a dense timm model; it is left as it was. Layers of nn.Linear.
-        images: (B, 3, H, W), on which the error is measured: a pass for each layer and rank.
+        model: a dense timm model with layers of nn.Linear; it stays unchanged.
+        images: (B, 3, H, W), on which the error is measured, with a pass for each layer and rank
+            that the bisection tries.
         ratio: κ of the uniform plan that sets the budget.
         skip: as for `factorize`.
         moments: as for `factorize`; the paper's factors are whitened.
-        multiple: of which ranks are.
+        multiple: ranks are multiples of it, or a layer's largest useful rank.
 
     Returns:
-        Ranks by layer name, for `factorize(model, ranks=…)`; the uniform plan where even the least
-        ranks of the layers would cost more.
+        Ranks by layer name, for `factorize(model, ranks=…)`; the uniform plan where no threshold
+        in the search range keeps to the budget.
 
     Raises:
         ValueError: as `plan_uniform`, or if the model has no classifier.

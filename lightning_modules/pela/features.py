@@ -1,6 +1,6 @@
-"""Layer outputs by forward hooks: what feature distillation compares.
+"""Records layer outputs by forward hooks, for feature distillation.
 
-Student and teacher stay the models they are; nothing is forked or wrapped.
+Student and teacher are neither subclassed nor wrapped.
 """
 
 import re
@@ -14,7 +14,7 @@ LAYER = re.compile(r"(^|\.)(blocks|layers?|h|stages)\.\d+$")
 
 
 def feature_layers(model: nn.Module, which: str = "blocks") -> list[str]:
-    """Names of the modules whose outputs are the features.
+    """Names of a model's blocks or stages, whose outputs are the features.
 
     Args:
         model: a timm or transformers model.
@@ -22,26 +22,26 @@ def feature_layers(model: nn.Module, which: str = "blocks") -> list[str]:
             the stages of a hierarchical model such as Swin.
 
     Raises:
-        ValueError: if which is neither, or the model has no such modules.
+        ValueError: if `which` is neither, or the model has no such modules.
     """
     if which not in ("blocks", "stages"):
         raise ValueError(
             f"unknown features {which!r}: expected 'blocks', 'stages', 'pooled' or module names"
         )
     layers = [name for name, _ in model.named_modules() if LAYER.search(name)]
-    # A stage holds blocks; what holds none is a block.
+    # a matching module that contains others is a stage, and one that contains none is a block
     stages = {name for name in layers if any(other.startswith(f"{name}.") for other in layers)}
-    found = [name for name in layers if (name in stages) == (which == "stages")]
-    if not found:
+    chosen = [name for name in layers if (name in stages) == (which == "stages")]
+    if not chosen:
         raise ValueError(
-            f"{type(model).__name__} has no {which} that are found by name: give the names of the "
+            f"{type(model).__name__} has no {which} with a known name: give the names of the "
             "modules whose outputs are the features"
         )
-    return found
+    return chosen
 
 
 class Features:
-    """Keeps the outputs of some layers of a model as it runs.
+    """Records the outputs of some layers of a model while it runs.
 
         with Features(student) as s, Features(teacher) as t:
             logits = student(images)
@@ -50,13 +50,14 @@ class Features:
             loss = feature_distillation(s.take(), t.take())
 
     Every call is recorded: a layer that a forward pass runs twice (a text encoder on two texts)
-    gives two features. What gradient checkpointing computes again during a backward pass is not.
-    The hooks also leave with `close()`. They do not act on deep copies of the model.
+    gives two features. Recomputation by gradient checkpointing during a backward pass is not
+    recorded, and deep copies of the model do not record. `close()` removes the hooks, as leaving
+    the `with` block does.
 
     Args:
-        model: a timm or transformers model, or any other with names given.
-        layers: "blocks" or "stages", see `feature_layers`; "pooled", what the classifier of a
-            timm model is given (the released Swin recipe); or the names of modules.
+        model: a timm or transformers model; any other if `layers` are names.
+        layers: "blocks" or "stages", see `feature_layers`; "pooled", the input of a timm model's
+            classifier (the released Swin recipe); or the names of modules.
 
     Raises:
         ValueError: if the model has no such layers.
@@ -83,7 +84,7 @@ class Features:
         self.handles = [_keep(targets[name], self.kept[name], pooled) for name in targets]
 
     def take(self) -> list[Tensor]:
-        """The outputs since the last call, in the order of `names`, then of runs; they are let go.
+        """Return and forget the outputs since the last call, in the order of `names`, then of time.
 
         Raises:
             ValueError: if a layer has not run since the last call.
@@ -95,17 +96,17 @@ class Features:
                 "each call"
             )
         taken = [feature for name in self.names for feature in self.kept[name]]
-        self._let_go()
+        self._clear()
         return taken
 
     def close(self) -> None:
-        """Remove the hooks and let the features go."""
+        """Remove the hooks and forget the features."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
-        self._let_go()
+        self._clear()
 
-    def _let_go(self) -> None:
+    def _clear(self) -> None:
         for features in self.kept.values():
             features.clear()
 

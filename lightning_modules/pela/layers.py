@@ -1,10 +1,10 @@
-"""Which layers of a model can be of low rank, and what a low-rank layer is.
+"""Low-rank layers, and the choice of the layers of a model that can be replaced by them.
 
-A low-rank layer is a plain `nn.Sequential` of two `nn.Linear`, called u and v:
+A low-rank layer is a plain `nn.Sequential` of two `nn.Linear`, called u and v,
 
     y = v(u(x)) = V · (U · x) + b,    U (r × d_in),  V (d_out × r)
 
-so hooks, pruning, adapters and pickles treat it as they treat any other layer.
+so that hooks, pruning, adapters and pickling work on it as on any other module.
 """
 
 import inspect
@@ -21,24 +21,24 @@ from transformers.pytorch_utils import Conv1D
 SKIP = (
     # heads of timm and transformers, whose outputs are classes or tokens
     *("head", "head_dist", "classifier", "score", "lm_head", "cls", "qa_outputs"),
-    # what the released code keeps: patch embedding and Swin's merging
+    # kept dense by the released code: patch embedding and Swin's patch merging
     *("patch_embed", "downsample", "norm"),
-    # small networks that make position biases (Swin V2, ViT-relpos)
+    # small networks that compute position biases (Swin V2, ViT-relpos)
     *("cpb_mlp", "continuous_position_bias_mlp", "rel_pos"),
 )
-MIN_OUTPUTS = 10  # of a layer that is factorised, as in the released code
+MIN_OUTPUTS = 10  # layers with fewer outputs stay dense, as in the released code
 
 Linear = nn.Linear | Conv1D
 Readers = nn.TransformerEncoderLayer | nn.TransformerEncoder  # see `call_layers`
 
 
 def low_rank_layer(u: nn.Linear, v: nn.Linear) -> nn.Sequential:
-    """nn.Sequential of u, d_in → r without bias, and v, r → d_out."""
+    """A low-rank layer of u, d_in → r without bias, and v, r → d_out."""
     return nn.Sequential(OrderedDict(u=u, v=v))
 
 
 def low_rank_layers(model: nn.Module) -> dict[str, nn.Sequential]:
-    """The low-rank layers of the model by name, also those with an adapter on u or v."""
+    """The low-rank layers of the model by name, including those with an adapter on u or v."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -73,14 +73,14 @@ def dense_weight(layer: Linear) -> Tensor:
 
 
 def factors_of(name: str, layer: nn.Sequential) -> tuple[nn.Linear, nn.Linear]:
-    """u and v of a low-rank layer, whose product is all that it computes.
+    """u and v of a low-rank layer, after checking that both are plain linear layers.
 
     Raises:
-        ValueError: if one of them carries something else, such as an adapter.
+        ValueError: if one of them is anything else, for example has an adapter.
     """
     for part in ("u", "v"):
         factor = layer.get_submodule(part)
-        # FSDP2 exchanges the class, but not its forward
+        # FSDP2 replaces the class by a subclass with the same forward
         if not isinstance(factor, nn.Linear) or type(factor).forward is not nn.Linear.forward:
             raise ValueError(
                 f"{name}.{part} is a {type(factor).__name__} and not a plain nn.Linear: merge or "
@@ -92,19 +92,20 @@ def factors_of(name: str, layer: nn.Sequential) -> tuple[nn.Linear, nn.Linear]:
 def find_layers(model: nn.Module, skip: Sequence[str] = ()) -> dict[str, Linear]:
     """The layers to factorise, by name: every nn.Linear and Conv1D that is not skipped.
 
-    Left alone are also layers with fewer than 10 outputs, as in the released code, and the output
-    projection inside nn.MultiheadAttention, which torch never calls.
+    Layers with fewer than 10 outputs are skipped as well, as in the released code, and so is the
+    output projection inside nn.MultiheadAttention, which torch never calls.
 
     Args:
         model: a dense model.
-        skip: patterns of whole name parts, wildcards allowed, beside the defaults `SKIP`:
-            "attn.proj" is found in "blocks.3.attn.proj", "head" in "head.fc" but not in
-            "overhead". A layer that the defaults skip is factorised by naming it in a plan.
+        skip: patterns in addition to the defaults `SKIP`, with wildcards. A pattern matches
+            complete parts of a dotted name: "attn.proj" matches "blocks.3.attn.proj", and "head"
+            matches "head.fc" but not "overhead". To factorise a layer that the defaults skip, name
+            it in a plan.
 
     Raises:
-        ValueError: if the model is low-rank already, a pattern fits no module, a layer is of
-            another kind (nested, with an adapter, quantised), carries hooks, is read instead of
-            called, or shares its weight, or nothing is left to factorise.
+        ValueError: if the model is low-rank already, a pattern matches no module, a layer is of
+            another type (nested, with an adapter, quantised), carries hooks, is not called because
+            its parent reads its weight, or shares its weight, or nothing is left to factorise.
     """
     if isinstance(skip, str):
         raise ValueError(f"skip is the string {skip!r}: expected a list of patterns, [{skip!r}]")
@@ -112,8 +113,8 @@ def find_layers(model: nn.Module, skip: Sequence[str] = ()) -> dict[str, Linear]
     for pattern in skip:
         if pattern not in SKIP and not any(_fits(name, pattern) for name in names):
             raise ValueError(
-                f"skip pattern {pattern!r} fits no module of {type(model).__name__}: its linear "
-                f"layers are {linear_names(model)}"
+                f"skip pattern {pattern!r} matches no module of {type(model).__name__}: its "
+                f"linear layers are {linear_names(model)}"
             )
     patterns = (*SKIP, *skip)
     chosen = [
@@ -134,10 +135,10 @@ def find_layers(model: nn.Module, skip: Sequence[str] = ()) -> dict[str, Linear]
 
 
 def checked_layers(model: nn.Module, names: Iterable[str]) -> dict[str, Linear]:
-    """These linear layers of the model, each known to be one that can be replaced.
+    """The named linear layers of the model, after checking that each can be replaced.
 
     Raises:
-        ValueError: as `find_layers`.
+        ValueError: if one cannot, for the reasons given at `find_layers`.
     """
     if low_rank_layers(model):
         raise ValueError(f"{type(model).__name__} is low-rank already: merge(model) first")
@@ -158,15 +159,15 @@ def checked_layers(model: nn.Module, names: Iterable[str]) -> dict[str, Linear]:
 
 
 def linear_names(model: nn.Module) -> str:
-    """The first few linear layers of a model, for a message."""
+    """The names of the first few linear layers of a model, for error messages."""
     names = [name for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)]
     return ", ".join(names[:4]) + (", …" if len(names) > 4 else "") if names else "none"
 
 
 def call_layers(model: nn.Module) -> None:
-    """Let torch's own Transformer layers call their linear layers.
+    """Make torch's own Transformer layers call their linear layers, in place.
 
-    In eval mode nn.TransformerEncoderLayer would hand their weights to a fused operator.
+    In eval mode nn.TransformerEncoderLayer would pass the layers' weights to a fused operator.
     """
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
@@ -176,17 +177,18 @@ def call_layers(model: nn.Module) -> None:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether it computes a matrix product with a weight, alone or around such a layer."""
-    torchs_own = type(module) is nn.modules.linear.NonDynamicallyQuantizableLinear
-    return (isinstance(module, Linear) and not torchs_own) or _is_pefts(module)
+    """Whether a module is a linear layer, or peft's wrapper around one."""
+    # the output projection inside nn.MultiheadAttention, which is never called
+    uncalled = type(module) is nn.modules.linear.NonDynamicallyQuantizableLinear
+    return (isinstance(module, Linear) and not uncalled) or _is_peft_layer(module)
 
 
-def _is_pefts(module: nn.Module) -> bool:
+def _is_peft_layer(module: nn.Module) -> bool:
     return type(module).__module__.startswith("peft.") and hasattr(module, "base_layer")
 
 
 def _obstacle(name: str, layer: nn.Module, modules: Mapping[str, nn.Module]) -> str | None:
-    """Why a linear layer cannot be replaced, and what to do; None if it can."""
+    """The reason why a linear layer cannot be replaced, with the remedy; None if it can."""
     kind = type(layer)
     if kind not in (nn.Linear, Conv1D):
         return (
@@ -200,7 +202,7 @@ def _obstacle(name: str, layer: nn.Module, modules: Mapping[str, nn.Module]) -> 
     parts = name.split(".")
     for end in range(len(parts)):
         ancestor = modules[".".join(parts[:end])]
-        if _is_pefts(ancestor):
+        if _is_peft_layer(ancestor):
             return f"is inside a {type(ancestor).__name__} of peft: merge the adapter first"
         if not isinstance(ancestor, Readers) and parts[-1] in _weights_read(type(ancestor)):  # type: ignore[arg-type]
             return (
@@ -212,8 +214,8 @@ def _obstacle(name: str, layer: nn.Module, modules: Mapping[str, nn.Module]) -> 
 
 @cache
 def _weights_read(kind: type[nn.Module]) -> frozenset[str]:
-    """Names n for which the class's forward, or a method that it calls, has `n.weight`."""
-    found: set[str] = set()
+    """Names n of which the class's forward, or a method that it calls, reads `n.weight`."""
+    names: set[str] = set()
     todo, done = ["forward"], set()
     while todo:
         method = todo.pop()
@@ -223,15 +225,15 @@ def _weights_read(kind: type[nn.Module]) -> frozenset[str]:
         done.add(method)
         try:
             source = inspect.getsource(inspect.unwrap(function))  # type: ignore[arg-type]
-        except (OSError, TypeError):  # made at run time, or no function
+        except (OSError, TypeError):  # no function, or one without source code
             continue
-        found |= set(re.findall(r"\.(\w+)\.weight\b", source))
+        names |= set(re.findall(r"\.(\w+)\.weight\b", source))
         todo += re.findall(r"self\.(\w+)\(", source)
-    return frozenset(found)
+    return frozenset(names)
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Whether the pattern is a run of whole parts of the dotted name."""
+    """Whether the pattern matches consecutive complete parts of the dotted name."""
     parts, wanted = name.split("."), pattern.split(".")
     return any(
         all(fnmatchcase(part, want) for part, want in zip(parts[i:], wanted, strict=False))
@@ -240,5 +242,5 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def precise(tensor: Tensor) -> Tensor:
-    """In at least float32."""
+    """The tensor in float32, or in its own type where that is more precise."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

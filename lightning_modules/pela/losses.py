@@ -1,7 +1,7 @@
 """The two losses that repair a low-rank model against its dense original.
 
 PELA (arXiv 2310.10700), Eqs 4–7: L = L_base + α · L_fd + β · L_rwp. Where the paper and the
-released code differ, setting="paper" or "released" chooses.
+released code differ, `setting` chooses between "paper" and "released".
 """
 
 import math
@@ -33,26 +33,27 @@ def feature_distillation(
 ) -> Tensor:
     """Eq. 4: the distance between student's and teacher's layer outputs.
 
-        paper:     L_fd = 1/(2N) · Σ_i ‖S_i − T_i‖²    the norm over one input's tokens and
-                                                        channels, the mean over the batch
-        released:  L_fd = 1/N · Σ_i mean((S_i − T_i)²)  the mean over everything
+        paper:     L_fd = 1/(2N) · Σ_i ‖S_i − T_i‖²    norm over an input's tokens and channels,
+                                                        then mean over the batch
+        released:  L_fd = 1/N · Σ_i mean((S_i − T_i)²)  mean over batch, tokens and channels
 
-    The paper's M is the identity. Computed in float32 also under autocast (float64 for float64);
-    gradients reach the student only.
+    The paper's mapping M of the features is the identity here. Computed in float32 even under
+    autocast (float64 features in float64); only the student gets gradients.
 
     Args:
-        student_features: N tensors (B, …), of blocks (B, tokens, D) or a pooled (B, D).
+        student_features: N tensors (B, …): a block's (B, tokens, D) or a pooled feature's (B, D).
         teacher_features: N tensors of the same shapes.
-        masks: for each feature which tokens count, (B, tokens), true or 1 where there is no
-            padding (transformers' attention_mask); None for all of them. Padding then adds
-            nothing to the sum nor to the number that the mean divides by.
+        masks: for each feature the tokens that count, (B, tokens), true or 1 where there is no
+            padding (transformers' attention_mask); None for all tokens. Padding is left out of
+            both the sum and the divisor of the mean.
         setting: "paper" or "released".
 
     Returns:
         A scalar.
 
     Raises:
-        ValueError: if the features or masks differ in number or shape, or there are none.
+        ValueError: for an unknown setting, or if the features or masks differ in number or shape,
+            or there are none.
     """
     _check_setting(setting)
     shapes = [[tuple(f.shape) for f in side] for side in (student_features, teacher_features)]
@@ -102,16 +103,17 @@ def weight_perturbation(
         paper:     L_rwp = Σ_k (‖V_k·U_k − W_k‖_p − ε)
         released:  L_rwp = mean_k (‖V_k·U_k − W_k‖_p − ε)²
 
-    with the norm over the matrix's entries; the released code's is p = ∞, the largest absolute
-    difference. In the paper's form ε shifts the loss and not its gradient; in the released form it
-    is the distance that is aimed at, from below too.
+    with the norm over the matrix's entries; the released code has p = ∞, the largest absolute
+    difference. In the paper's form ε shifts the loss but not its gradient; in the released form the
+    distance is pulled towards ε from either side.
 
-    Computed in float32 also under autocast (float64 for float64). One layer's difference exists at
-    a time: each is computed again in the backward pass. Gradients reach the student only.
+    Computed in float32 even under autocast (float64 weights in float64). Each difference is
+    recomputed in the backward pass, so that only one of them is in memory. Only the student gets
+    gradients.
 
     Args:
-        student: a low-rank model, or its pairs from `weight_pairs`, which says what is left out.
-        teacher: the dense model that it came from; None when student is pairs.
+        student: a low-rank model, or its pairs from `weight_pairs`.
+        teacher: the dense model that the student was made from; None when `student` is pairs.
         p: the norm's exponent, at least 1, or math.inf.
         epsilon: radius ε, at least 0 (released: 0 for Swin, 1e-3 for ALBEF).
         setting: "paper" or "released".
@@ -120,8 +122,8 @@ def weight_perturbation(
         A scalar.
 
     Raises:
-        ValueError: for an unknown setting, p below 1, ε below 0, or a teacher whose layers do not
-            match the student's.
+        ValueError: for an unknown setting, p below 1, ε below 0, no teacher or pairs, or a teacher
+            whose layers do not match the student's.
     """
     _check_setting(setting)
     if not p >= 1:
@@ -141,7 +143,7 @@ def weight_perturbation(
 
 
 def weight_pairs(student: nn.Module, teacher: nn.Module) -> list[Pair]:
-    """u and v of every low-rank layer that trains, with the teacher's weight of the same name.
+    """u and v of every trainable low-rank layer, with the teacher's weight of the same name.
 
     Layers that do not train, such as the momentum copies of ALBEF, are left out.
 
@@ -183,16 +185,16 @@ def weight_pairs(student: nn.Module, teacher: nn.Module) -> list[Pair]:
 def _distance(u: Tensor, v: Tensor, weight: Tensor, p: float) -> Tensor:
     def norm(u: Tensor, v: Tensor) -> Tensor:
         with torch.autocast(u.device.type, enabled=False):
-            product = precise(_whole(v)) @ precise(_whole(u))
-            return torch.linalg.vector_norm(product - precise(_whole(weight)), p)
+            product = precise(_gathered(v)) @ precise(_gathered(u))
+            return torch.linalg.vector_norm(product - precise(_gathered(weight)), p)
 
     distance = checkpoint(norm, u, v, use_reentrant=False, preserve_rng_state=False)
     assert isinstance(distance, Tensor)
     return distance
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """A sharded parameter (FSDP2), gathered."""
+def _gathered(tensor: Tensor) -> Tensor:
+    """The full tensor of a parameter that FSDP2 may have sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

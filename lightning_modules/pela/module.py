@@ -1,4 +1,4 @@
-"""PELA's intermediate stage: repairing a low-rank image classifier against its dense original."""
+"""PELA's intermediate stage: repairs a low-rank image classifier against its dense original."""
 
 import math
 from typing import Any, Literal
@@ -19,18 +19,20 @@ class PELA(Classifier):
 
         L = L_base + α · L_fd + β · L_rwp        (arXiv 2310.10700, Eq. 7)
 
-    L_base is the cross-entropy, also on soft targets (mixup). With α or β above 0 it brings the
-    callback FrozenTeacher. At the steps that the trainer logs, `train/share_…` is each term's share
-    of the gradient, ‖g_i‖ / Σ_j ‖g_j‖ with g the gradient of the weighted term.
+    L_base is the cross-entropy, also on soft targets (mixup). With α or β above 0 the module adds
+    the callback FrozenTeacher. At the steps that the trainer logs, `train/share_…` is each term's
+    share of the gradient, ‖g_i‖ / Σ_j ‖g_j‖ with g_i the gradient of the weighted term i.
 
     Args:
-        teacher_from: the teacher's weights; null when init_from or the hub gives dense ones.
-        teacher_args: its model_args, where they differ from the student's (a pruned student).
+        teacher_from: the teacher's weights; null where init_from or the hub gives dense ones. Not
+            saved in checkpoints.
+        teacher_args: the teacher's model_args, where they differ from the student's (for example
+            after pruning).
         alpha: α, weight of L_fd.
         beta: β, weight of L_rwp.
-        features: whose outputs L_fd compares: "blocks", "stages" or "pooled".
+        features: the outputs that L_fd compares: "blocks", "stages" or "pooled"; see `Features`.
         setting: form of L_fd and L_rwp, "paper" or "released"; see pela.losses.
-        p: norm of L_rwp, at least 1 or .inf.
+        p: exponent of L_rwp's norm, at least 1 or .inf.
         epsilon: radius ε of L_rwp.
         **kwargs: see `Classifier`; ratio is κ.
     """
@@ -52,13 +54,13 @@ class PELA(Classifier):
         self.teacher: nn.Module | None = None
 
     def configure_callbacks(self) -> list[Callback]:
-        """The teacher, where a loss needs it."""
+        """FrozenTeacher, if one of the losses needs a teacher."""
         from callbacks.frozen_teacher import FrozenTeacher
 
         return [FrozenTeacher()] if self.settings.alpha or self.settings.beta else []
 
     def build_teacher(self) -> nn.Module:
-        """The dense original, for the callback FrozenTeacher; see `dense_original`."""
+        """The teacher for the callback FrozenTeacher: the dense original, see `dense_original`."""
         return self.dense_original(self.teacher_from, self.settings.teacher_args)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -92,13 +94,14 @@ class PELA(Classifier):
 
 
 def required(teacher: nn.Module | None) -> nn.Module:
-    """The teacher.
+    """The teacher, if there is one.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: otherwise.
     """
     if teacher is None:
         raise ValueError(
-            "there is no teacher: callbacks.frozen_teacher.FrozenTeacher gives it while training"
+            "there is no teacher: callbacks.frozen_teacher.FrozenTeacher builds it when training "
+            "starts"
         )
     return teacher

@@ -1,13 +1,13 @@
-"""Token merging (ToMe, arXiv 2210.09461), the baseline that spends its budget on tokens.
+"""Token merging (ToMe, arXiv 2210.09461), the baseline that saves tokens instead of parameters.
 
-Written from the paper. In every block, between attention and MLP, r patch tokens go:
+Written from the paper. Every block removes r patch tokens between attention and MLP:
 
-    1. the patch tokens are split, alternating, into sets A and B;
-    2. each token of A finds the most similar token of B, by the cosine of their keys, averaged
-       over heads;
-    3. the r most similar pairs are merged: their mean, weighted by how many patches each stands
-       for (its size s);
-    4. attention counts a token as often as it has patches:  softmax(Q Kᵀ / √d + log s)  (Eq. 1).
+    1. the patch tokens are split alternately into sets A and B;
+    2. for each token of A the most similar token of B is found, by the cosine of their keys,
+       averaged over heads;
+    3. the r most similar pairs are merged into their mean, weighted by the number of patches that
+       each token stands for (its size s);
+    4. attention weights a token by its size:  softmax(Q Kᵀ / √d + log s)  (Eq. 1).
 
 Class and register tokens are never merged.
 """
@@ -24,7 +24,13 @@ from torch.nn import functional as F
 
 @dataclass
 class Merging:
-    """What the blocks of one model share: r, the tokens left alone, and the sizes so far."""
+    """State that the blocks of a model share.
+
+    Attributes:
+        r: tokens to merge in each block.
+        prefix: number of class and register tokens.
+        size: patches that each token stands for, (B, N, 1); None before the first block.
+    """
 
     r: int
     prefix: int
@@ -39,7 +45,7 @@ class MergingBlock(Block):
     last: bool
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        """(B, N, C) to (B, N − r, C)."""
+        """Tokens (B, N − r, C) from tokens (B, N, C)."""
         merging, bias = self.merging, None
         if self.first:
             merging.size = None
@@ -53,18 +59,18 @@ class MergingBlock(Block):
 
 
 def add_tome(model: nn.Module, r: int) -> nn.Module:
-    """Merge r tokens in every block of a timm ViT, in place; no weight changes.
+    """Make every block of a timm ViT merge r tokens, in place; weights do not change.
 
     Args:
-        model: a timm VisionTransformer with plain blocks, trained or not, dense or low-rank.
-        r: tokens to merge in each block, at least 0; half of a block's patch tokens at most are
-            merged, as the matching allows.
+        model: a timm VisionTransformer with plain blocks, dense or low-rank.
+        r: tokens to merge in each block, at least 0; a block merges at most half of its patch
+            tokens.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: for another kind of model, or r below 0.
+        ValueError: for a model with other blocks, or r below 0.
     """
     if r < 0:
         raise ValueError(f"r is {r}: expected the number of tokens to merge in a block, at least 0")
@@ -90,14 +96,14 @@ def merge_tokens(
 
     Args:
         x: tokens (B, N, C).
-        keys: what similarity is measured on, (B, N, D).
-        r: pairs; half of the N − prefix tokens at most.
-        prefix: the first tokens, which are left alone.
+        keys: the attention's keys (B, N, D), whose similarity decides.
+        r: number of pairs; at most half of the N − prefix tokens are merged.
+        prefix: number of first tokens that are not merged.
         size: patches that each token stands for, (B, N, 1); ones when None.
 
     Returns:
-        Tokens (B, N − r, C), the merged ones at the places of set B behind what is left of set A,
-        and their sizes (B, N − r, 1).
+        Tokens (B, N − r, C) and their sizes (B, N − r, 1). The order is prefix, what is left of
+        set A, then set B with the merged tokens.
     """
     size = x.new_ones(*x.shape[:2], 1, dtype=torch.float32) if size is None else size
     r = min(r, (x.shape[1] - prefix) // 2)
@@ -109,7 +115,8 @@ def merge_tokens(
         order = similarity.argsort(dim=1, descending=True)
         leaving, staying = order[:, :r], order[:, r:].sort(dim=1).values
         partner = partner.gather(1, leaving)
-    weighted = torch.cat([x * size, size], dim=-1)  # sums of both; their quotient is the mean
+    # merging adds up both size-weighted tokens and sizes; their quotient is the weighted mean
+    weighted = torch.cat([x * size, size], dim=-1)
     head, a, b = weighted[:, :prefix], weighted[:, prefix::2], weighted[:, prefix + 1 :: 2]
     b = b.scatter_add(1, _wide(partner, b), a.gather(1, _wide(leaving, a)))
     merged = torch.cat([head, a.gather(1, _wide(staying, a)), b], dim=1)
@@ -122,5 +129,5 @@ def _wide(index: Tensor, like: Tensor) -> Tensor:
 
 
 def _keep_keys(module: nn.Module, inputs: Any, output: Tensor) -> None:
-    """Leaves the keys (B, heads, N, D), averaged over heads, with the layer they come from."""
+    """Store the keys (B, heads, N, D), averaged over heads, on the layer for `MergingBlock`."""
     module.__dict__["keys"] = output.detach().mean(1)

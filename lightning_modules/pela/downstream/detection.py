@@ -1,8 +1,8 @@
 """Deformable DETR on a pyramid of feature maps: boxes with classes.
 
-The paper detects with Mask and Cascade R-CNN of mmdetection. Deformable DETR (arXiv 2010.04159)
-takes the same backbone as a drop-in, reads the same pyramid, and needs no compiled operator;
-`mask_rcnn.py` has Mask R-CNN.
+The paper detects with mmdetection's Mask and Cascade R-CNN. Deformable DETR (arXiv 2010.04159)
+works with the same backbones and feature maps and needs no compiled operators; `mask_rcnn.py` has
+Mask R-CNN.
 """
 
 import math
@@ -15,13 +15,13 @@ from transformers import DeformableDetrConfig, DeformableDetrForObjectDetection,
 
 from lightning_modules.pela.downstream.pyramid import Pyramid, shrunk
 
-# a small backbone that the model is built with and that is then taken out
+# transformers builds the model with this small backbone, which is then replaced
 STAND_IN = TimmBackboneConfig(backbone="test_resnet", out_indices=[1, 2, 3])  # type: ignore[call-arg]
-PRIOR = 0.01  # probability of a class at the start
+PRIOR = 0.01  # initial probability of a class
 
 
 class _Maps(nn.Module):
-    """A pyramid as transformers' model takes it: each map with its mask."""
+    """A pyramid with the interface of transformers' backbone: each map comes with its mask."""
 
     def __init__(self, pyramid: Pyramid):
         super().__init__()
@@ -34,12 +34,12 @@ class _Maps(nn.Module):
 
 
 class Detector(nn.Module):
-    """transformers' Deformable DETR with a pyramid in the place of its convolutional backbone.
+    """transformers' Deformable DETR with a pyramid instead of its convolutional backbone.
 
-    It reads three maps, of 8, 16 and 32 pixels a step, and a fourth that it makes of the last.
+    It uses the maps of stride 8, 16 and 32, and a fourth that it computes from the last.
 
     Args:
-        pyramid: what it reads, with finest=1.
+        pyramid: the backbone, with finest=1.
         num_classes: K.
         settings: further arguments of DeformableDetrConfig (num_queries, encoder_layers, …).
     """
@@ -59,7 +59,7 @@ class Detector(nn.Module):
 
     @torch.no_grad()
     def _start(self) -> None:
-        """As Deformable DETR starts to train, which transformers leaves out: rare, small boxes."""
+        """Deformable DETR's initialisation of the heads, which transformers leaves out."""
         heads: Any = self.detr
         for classify in heads.class_embed:
             classify.bias.fill_(-math.log(1 / PRIOR - 1))
@@ -76,24 +76,24 @@ class Detector(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Class logits (B, Q, K), boxes (B, Q, 4) and, with targets, the loss.
 
-        Boxes are (centre x, centre y, width, height) as shares of the image's sides. Its padding
-        gives no value to any attention. The loss is DETR's: focal, L1 and generalised IoU after
-        bipartite matching, of every decoder layer.
+        Boxes are (centre x, centre y, width, height) as shares of the image's sides. Padding is
+        masked in all attention. The loss is DETR's: focal, L1 and generalised IoU after bipartite
+        matching, of every decoder layer.
 
         Args:
             images: (B, 3, H, W).
-            seen: (B, 2), the height and width that are the image; the rest, at the right and at
-                the bottom, is padding. None: there is none.
-            targets: for each image "class_labels" (n,) and "boxes" (n, 4); one box at least in
-                the whole batch.
+            seen: (B, 2), the height and width of each image without its padding at the right and
+                at the bottom; None for images without padding.
+            targets: for each image "class_labels" (n,) and "boxes" (n, 4); at least one box in
+                the batch.
         """
         mask = None if seen is None else pixel_mask(seen, images.shape[-2:])
-        found = self.detr(pixel_values=images, pixel_mask=mask, labels=targets)
-        return found.logits, found.pred_boxes, found.loss
+        outputs = self.detr(pixel_values=images, pixel_mask=mask, labels=targets)
+        return outputs.logits, outputs.pred_boxes, outputs.loss
 
 
 def pixel_mask(seen: Tensor, size: Sequence[int]) -> Tensor:
-    """Which pixels are of the image, (B, H, W), for heights and widths (B, 2)."""
+    """A mask (B, H, W), true for pixels of the image, from its height and width (B, 2)."""
     rows, columns = (torch.arange(side, device=seen.device) for side in size)
     return (rows[:, None] < seen[:, 0, None, None]) & (columns < seen[:, 1, None, None])
 
@@ -105,14 +105,14 @@ def postprocess(logits: Tensor, boxes: Tensor, sizes: Tensor, most: int = 100) -
         logits: (B, Q, K).
         boxes: (B, Q, 4), see `Detector`.
         sizes: (B, 2), height and width of the images in pixels.
-        most: boxes of an image to keep, of all pairs of query and class.
+        most: number of boxes to keep for an image, over all pairs of query and class.
 
     Returns:
         For each image "scores" (most,), "labels" (most,) and "boxes" (most, 4) as corners
-        (x1, y1, x2, y2).
+        (x1, y1, x2, y2) in pixels.
     """
-    scores, places = logits.sigmoid().flatten(1).topk(min(most, logits[0].numel()))
-    queries, labels = places // logits.shape[-1], places % logits.shape[-1]
+    scores, pairs = logits.sigmoid().flatten(1).topk(min(most, logits[0].numel()))
+    queries, labels = pairs // logits.shape[-1], pairs % logits.shape[-1]
     centre, size = boxes.split(2, dim=-1)
     corners = torch.cat([centre - size / 2, centre + size / 2], dim=-1)
     corners = corners.gather(1, queries[..., None].expand(-1, -1, 4)) * corner_scale(sizes)
@@ -121,5 +121,5 @@ def postprocess(logits: Tensor, boxes: Tensor, sizes: Tensor, most: int = 100) -
 
 
 def corner_scale(sizes: Tensor) -> Tensor:
-    """(B, 1, 4), what shares (x1, y1, x2, y2) are multiplied by, for heights and widths (B, 2)."""
+    """Factors (B, 1, 4) from shares (x1, y1, x2, y2) to pixels, by heights and widths (B, 2)."""
     return sizes.flip(1).repeat(1, 2)[:, None]

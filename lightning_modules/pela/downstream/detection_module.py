@@ -1,4 +1,4 @@
-"""Object detection on a dense or low-rank backbone: Deformable DETR, and Mask R-CNN."""
+"""Trains object detection on a dense or low-rank backbone: Deformable DETR and Mask R-CNN."""
 
 from typing import Any, ClassVar
 
@@ -16,31 +16,33 @@ NAMES = ("map", "map_50", "map_75", "map_small", "map_medium", "map_large")
 
 
 class CocoDetection(Downstream):
-    """What both detectors share: COCO's scores, over all ranks."""
+    """The base class of both detectors: COCO's scores, over all processes."""
 
-    scored: ClassVar[Any] = "bbox"  # what COCO's rules are applied to
-    reported: ClassVar[dict[str, str]] = {"": ""}  # torchmetrics' prefixes, and ours
+    scored: ClassVar[Any] = "bbox"  # torchmetrics' iou_type
+    reported: ClassVar[dict[str, str]] = {"": ""}  # torchmetrics' prefixes → logged prefixes
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
         self.scores = MeanAveragePrecision(backend="pycocotools", iou_type=self.scored)
 
-    def found(self, batch: Any) -> list[dict]:
-        """What is found in each image of a batch, in pixels of the originals."""
+    def detect(self, batch: Any) -> list[dict]:
+        """The detections in each image of a batch, in pixels of the originals."""
         raise NotImplementedError
 
     def score(self, batch: Any) -> None:
-        """Add what is found in a batch to the scores."""
-        _, targets, places = batch
-        found, truths = self.found(batch), [target["truth"] for target in targets]
-        for i, place in enumerate(places.tolist()):
-            if place == -100:  # as an empty image: torchmetrics needs equally many on every rank
-                for side in (found, truths):
+        """Add a batch's detections to the scores."""
+        _, targets, indices = batch
+        detections, truths = self.detect(batch), [target["truth"] for target in targets]
+        for i, index in enumerate(indices.tolist()):
+            # padding of a distributed batch counts as an empty image, because torchmetrics needs
+            # equally many images on every rank
+            if index == -100:
+                for side in (detections, truths):
                     side[i] = {name: values[:0] for name, values in side[i].items()}
-        self.scores.update(found, truths)
+        self.scores.update(detections, truths)
 
     def report(self, stage: str) -> None:
-        """Log `val/map` (IoU .50 to .95), `val/map_50`, `val/map_75` and those by size."""
+        """Log `stage/map` (IoU .50 to .95), `stage/map_50`, `stage/map_75` and those by size."""
         values = self.scores.compute()
         for kind, prefix in self.reported.items():
             for name in NAMES:
@@ -49,12 +51,12 @@ class CocoDetection(Downstream):
         self.scores.reset()
 
     def predict_step(self, batch: Any, batch_idx: int) -> list[dict]:
-        """Scores, labels and boxes (corners) of each image."""
-        return self.found(batch)
+        """The detections in each image, see `detect`."""
+        return self.detect(batch)
 
 
 class Detection(CocoDetection):
-    """Deformable DETR on a dense or low-rank backbone; `val/map` is COCO's.
+    """Deformable DETR on a dense or low-rank backbone; `val/map` is COCO's mean AP.
 
     Args:
         detr: further arguments of transformers' DeformableDetrConfig.
@@ -69,22 +71,22 @@ class Detection(CocoDetection):
         return Detector(Pyramid(backbone, finest=1), self.settings.num_classes, self.settings.detr)
 
     def forward(self, images: Tensor) -> Any:
-        """Class logits (B, Q, K), boxes (B, Q, 4) and None, of images without padding."""
+        """Class logits (B, Q, K), boxes (B, Q, 4) and None, for images without padding."""
         return self.model(images)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """DETR's loss after bipartite matching, per box of all processes' batches."""
+        """DETR's loss after bipartite matching, normalised by the boxes of all processes."""
         images, targets, _ = batch
         *_, loss = self.model(images, stacked(targets, "seen"), targets)
-        # transformers divides by this process's own boxes, so that where there are few, each
-        # would weigh more
+        # transformers divides by the boxes of this process's batch, which would give boxes more
+        # weight on processes that have few
         boxes = loss.new_tensor(sum(len(target["class_labels"]) for target in targets))
         everywhere: Any = self.all_gather(boxes)
         loss = loss * boxes.clamp(min=1) / everywhere.mean().clamp(min=1)
         self.log("train/loss", loss, prog_bar=True, batch_size=len(images))
         return loss
 
-    def found(self, batch: Any) -> list[dict]:
+    def detect(self, batch: Any) -> list[dict]:
         """Scores, labels and boxes, see `postprocess`."""
         images, targets, _ = batch
         logits, boxes, _ = self.model(images, stacked(targets, "seen"))
@@ -92,9 +94,9 @@ class Detection(CocoDetection):
 
 
 class MaskDetection(CocoDetection):
-    """Mask R-CNN, as the paper detects; `val/map` is COCO's of the boxes, `val/mask_map` of masks.
+    """Mask R-CNN, one of the paper's detectors; `val/map` is of boxes, `val/mask_map` of masks.
 
-    It needs torchvision's compiled operators, and a DataModule that gives masks.
+    It needs torchvision's compiled operators, and a DataModule with masks.
 
     Args:
         rcnn: further arguments of torchvision's MaskRCNN.
@@ -112,11 +114,11 @@ class MaskDetection(CocoDetection):
         return MaskDetector(Pyramid(backbone), self.settings.num_classes, self.settings.rcnn)
 
     def counted(self) -> nn.Module:
-        """Backbone and feature pyramid: the heads' cost depends on how many regions they see."""
+        """Backbone and feature pyramid; the heads' cost depends on the number of regions."""
         return self.model.rcnn.backbone
 
     def on_fit_start(self) -> None:
-        """Refuse to begin where it could not run.
+        """Refuse to start without torchvision's operators or without masks.
 
         Raises:
             ValueError: naming what is missing.
@@ -131,7 +133,7 @@ class MaskDetection(CocoDetection):
             raise ValueError("Mask R-CNN learns from masks: set --data.masks true")
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The losses of proposals and of boxes, classes and masks, added up."""
+        """The sum of the losses of region proposals, boxes, classes and masks."""
         images, targets, _ = batch
         losses = self.model(images, stacked(targets, "seen"), targets)
         loss = torch.stack(list(losses.values())).sum()
@@ -140,7 +142,7 @@ class MaskDetection(CocoDetection):
         self.log("train/loss", loss, prog_bar=True, batch_size=len(images))
         return loss
 
-    def found(self, batch: Any) -> list[dict]:
+    def detect(self, batch: Any) -> list[dict]:
         """Scores, labels, boxes and masks, see `in_pixels`."""
         images, targets, _ = batch
         seen = stacked(targets, "seen")
@@ -148,5 +150,5 @@ class MaskDetection(CocoDetection):
 
 
 def stacked(targets: list[dict[str, Any]], name: str) -> Tensor:
-    """One value of every image's target, (B, …)."""
+    """One entry of every image's target, stacked: (B, …)."""
     return torch.stack([target[name] for target in targets])

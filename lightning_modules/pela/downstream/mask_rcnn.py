@@ -1,7 +1,7 @@
-"""Mask R-CNN on a pyramid of feature maps: boxes with classes and masks.
+"""torchvision's Mask R-CNN on a pyramid of feature maps: boxes with classes and masks.
 
-torchvision's (arXiv 1703.06870, with a feature pyramid, arXiv 1612.03144): it needs torchvision's
-compiled operators, and so an installation that fits torch.
+Mask R-CNN is arXiv 1703.06870, its feature pyramid arXiv 1612.03144. It needs torchvision's
+compiled operators, and so a torchvision that was built for the installed torch.
 """
 
 from collections import OrderedDict
@@ -21,7 +21,12 @@ from lightning_modules.pela.downstream.pyramid import Pyramid
 
 
 class TopDown(nn.Module):
-    """A pyramid's four maps and a fifth, all of as many channels: what the heads read."""
+    """A feature pyramid network: a pyramid's four maps and a fifth, with equally many channels.
+
+    Args:
+        pyramid: the backbone's maps, with finest=0.
+        channels: of the maps that the heads read.
+    """
 
     def __init__(self, pyramid: Pyramid, channels: int = 256):
         super().__init__()
@@ -35,14 +40,14 @@ class TopDown(nn.Module):
 
 
 class MaskDetector(nn.Module):
-    """torchvision's Mask R-CNN for batches of squares.
+    """torchvision's Mask R-CNN for batches of square images with padding.
 
-    Resizing and normalising are the DataModule's. Regions are proposed and found where the image
-    is, not in the padding of its square.
+    The DataModule resizes and normalises. Regions are proposed and detected within the image, not
+    in the padding of its square.
 
     Args:
-        pyramid: what it reads, with finest=0.
-        num_classes: K, without a class for the background.
+        pyramid: the backbone, with finest=0.
+        num_classes: K, background not counted.
         settings: further arguments of torchvision's MaskRCNN (box_detections_per_img, …).
     """
 
@@ -53,56 +58,57 @@ class MaskDetector(nn.Module):
     def forward(
         self, images: Tensor, seen: Tensor, targets: list[dict[str, Tensor]] | None = None
     ) -> Any:
-        """In training the losses by name, else what is found in each image.
+        """Losses by name in training mode, otherwise the detections in each image.
 
         Args:
             images: (B, 3, S, S).
-            seen: (B, 2), the height and width in the square that are the image.
+            seen: (B, 2), height and width of each image within its square.
             targets: in training, for each image "class_labels" (n,), "boxes" (n, 4) as shares of
                 the image's sides, (centre x, centre y, width, height), and "masks" (n, S, S).
 
         Returns:
-            For each image "boxes" (n, 4), corners in pixels of the square, "labels" (n,), "scores"
-            (n,) and "masks" (n, 1, 28, 28), probabilities within the box.
+            In training a dict of scalars. Otherwise for each image "boxes" (n, 4), corners in
+            pixels of the square, "labels" (n,) from 1, "scores" (n,) and "masks" (n, 1, 28, 28),
+            probabilities within the box.
         """
         sides = [(int(height), int(width)) for height, width in seen]
-        given = None if targets is None else regions(targets, seen)
+        truths = None if targets is None else regions(targets, seen)
         maps = self.rcnn.backbone(images)
-        proposals, losses = self.rcnn.rpn(ImageList(images, sides), maps, given)
-        # of the whole square: torchvision infers a map's stride from the images' sizes
+        proposals, losses = self.rcnn.rpn(ImageList(images, sides), maps, truths)
+        # the size of the square, because torchvision infers a map's stride from it
         squares = [tuple(images.shape[-2:])] * len(images)
-        found, more = self.rcnn.roi_heads(maps, proposals, squares, given)
+        detections, head_losses = self.rcnn.roi_heads(maps, proposals, squares, truths)
         if self.training:
-            return {**losses, **more}
-        return [_within(one, side) for one, side in zip(found, sides, strict=True)]
+            return {**losses, **head_losses}
+        return [_within(one, side) for one, side in zip(detections, sides, strict=True)]
 
 
 def regions(targets: list[dict[str, Tensor]], seen: Tensor) -> list[dict[str, Tensor]]:
     """Targets as torchvision takes them: corners in pixels, classes from 1."""
-    given = []
+    converted = []
     for target, scale in zip(targets, corner_scale(seen), strict=True):
         centre, size = target["boxes"].split(2, dim=1)
         corners = torch.cat([centre - size / 2, centre + size / 2], dim=1) * scale
         labels, masks = target["class_labels"] + 1, target["masks"].to(torch.uint8)
-        given.append({"boxes": corners, "labels": labels, "masks": masks})
-    return given
+        converted.append({"boxes": corners, "labels": labels, "masks": masks})
+    return converted
 
 
 def in_pixels(
-    found: list[dict[str, Tensor]], seen: Tensor, sizes: Tensor
+    detections: list[dict[str, Tensor]], seen: Tensor, sizes: Tensor
 ) -> list[dict[str, Tensor]]:
-    """What was found, at the images' original sizes, for torchmetrics' MeanAveragePrecision.
+    """Detections at the images' original sizes, for torchmetrics' MeanAveragePrecision.
 
     Args:
-        found: of a `MaskDetector`.
-        seen: (B, 2), the height and width in the square that are the image.
+        detections: from `MaskDetector`.
+        seen: (B, 2), height and width of each image within its square.
         sizes: (B, 2), height and width of the originals in pixels.
 
     Returns:
         For each image "scores", "labels" from 0, "boxes" and "masks" (n, height, width), bool.
     """
     scaled = []
-    for one, scale, size in zip(found, corner_scale(sizes / seen), sizes, strict=True):
+    for one, scale, size in zip(detections, corner_scale(sizes / seen), sizes, strict=True):
         boxes = one["boxes"] * scale
         masks = paste_masks_in_image(one["masks"].float(), boxes, tuple(size.tolist()))
         scaled.append(
@@ -116,8 +122,8 @@ def in_pixels(
     return scaled
 
 
-def _within(found: dict[str, Tensor], side: tuple[int, int]) -> dict[str, Tensor]:
-    """Boxes cut to the image; those that lie in its padding are left out."""
-    boxes = clip_boxes_to_image(found["boxes"], side)
+def _within(detections: dict[str, Tensor], side: tuple[int, int]) -> dict[str, Tensor]:
+    """Clip boxes to the image, and drop those in its padding, which are left without an area."""
+    boxes = clip_boxes_to_image(detections["boxes"], side)
     kept = remove_small_boxes(boxes, 1.0)
-    return {name: values[kept] for name, values in {**found, "boxes": boxes}.items()}
+    return {name: values[kept] for name, values in {**detections, "boxes": boxes}.items()}

@@ -1,4 +1,4 @@
-"""Fine-tuning a dense or low-rank backbone for segmentation and detection, the same way."""
+"""The base class for fine-tuning a dense or low-rank backbone for segmentation and detection."""
 
 from typing import Any
 
@@ -17,10 +17,10 @@ from lightning_modules.pela.downstream.pyramid import Pyramid, build_backbone
 
 
 class Downstream(BackboneModule):
-    """What the tasks share: the backbone and its optimizer.
+    """Builds the backbone and the optimizer of a downstream task.
 
     Args:
-        backbone_lr: the backbone's learning rate, as a share of lr.
+        backbone_lr: the backbone's learning rate, as a multiple of lr.
         **kwargs: see `BackboneModule`; biases and norms do not decay.
     """
 
@@ -28,11 +28,11 @@ class Downstream(BackboneModule):
         super().__init__(**kwargs)
 
     def build(self, backbone: nn.Module) -> nn.Module:
-        """The task's model."""
+        """The task's model around a backbone; a subclass implements it."""
         raise NotImplementedError
 
     def counted(self) -> nn.Module:
-        """Whose multiply-adds are reported: those of the whole model."""
+        """The module whose multiply-adds are reported: the full model by default."""
         return self.model
 
     def configure_model(self) -> None:
@@ -55,7 +55,7 @@ class Downstream(BackboneModule):
         self.model = model
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW with its schedule; the backbone may learn at another rate."""
+        """AdamW with its schedule, and another learning rate for the backbone."""
         h = self.settings
         [backbone] = [m.backbone for m in self.model.modules() if isinstance(m, Pyramid)]
         groups = parameter_groups(backbone, h.weight_decay)

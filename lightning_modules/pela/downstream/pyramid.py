@@ -26,23 +26,23 @@ def build_backbone(
     skip: Sequence[str] = (),
     ranks: Mapping[str, int] | None = None,
 ) -> tuple[nn.Module, dict[str, int] | None]:
-    """A timm model without its head, with its weights, dense or low-rank.
+    """A timm model without its head, dense or low-rank.
 
     Args:
         architecture: timm name.
         model_args: further arguments of timm.create_model.
-        pretrained: dense weights from the hub.
+        pretrained: start from the architecture's pre-trained weights.
         init_from: weights as `load_weights` takes them; those of a low-rank model (a checkpoint of
-            PELA or a folder that was exported) make a low-rank backbone of the same ranks.
-        ratio: κ, to factorise dense weights directly, without repair; None leaves them.
-        skip: layers that this leaves dense.
+            PELA or an exported folder) give a low-rank backbone of the same ranks.
+        ratio: κ, to factorise dense weights directly, without repair; None for no factorisation.
+        skip: layers that ratio leaves dense.
         ranks: a plan, instead of ratio and skip.
 
     Returns:
-        The model and its plan, None for a dense one.
+        The model and its plan, None for a dense model.
 
     Raises:
-        FileNotFoundError: if init_from is not there.
+        FileNotFoundError: if there is no file init_from.
         ValueError: if init_from is low-rank and a ratio is given, or does not fit the model.
     """
     model = build_vision(architecture, 0, model_args, pretrained)
@@ -63,19 +63,19 @@ def build_backbone(
 
 
 class Pyramid(nn.Module):
-    """Images in, feature maps of four levels out: a value for each 4, 8, 16 and 32 pixels.
+    """A backbone that returns feature maps of four levels, with strides of 4, 8, 16 and 32 pixels.
 
-    A hierarchical model (Swin) gives one map for each stage. A plain ViT gives the outputs of four
-    blocks at equal distances, all of one size; two transposed convolutions, one, none and a
-    pooling bring them to a quarter, half, one and two patches a step, as in BEiT's and MAE's
-    segmentation (with patches of 16 pixels). Each map is layer-normalised first.
+    A hierarchical model (Swin) has one map for each stage. Of a plain ViT the outputs of four
+    equally spaced blocks are used, which all have the patch size as stride. Two transposed
+    convolutions, one, none and a max pooling change it by factors of ¼, ½, 1 and 2, as in BEiT's
+    and MAE's segmentation (with patches of 16 pixels). Each map is layer-normalised first.
 
     Args:
-        backbone: a timm model; its head and the norm that it would need are removed.
-        finest: first level to give, 0 to 3; what only finer ones would need is not made.
+        backbone: a timm model; its head and final norm are removed.
+        finest: first level to return, 0 to 3; layers that only finer levels need are not built.
 
     Raises:
-        ValueError: if the model does not give its layers' outputs or has fewer than four.
+        ValueError: if the model cannot return intermediate outputs or has fewer than four.
     """
 
     def __init__(self, backbone: nn.Module, finest: int = 0):
@@ -103,8 +103,9 @@ class Pyramid(nn.Module):
 
         Args:
             images: (B, 3, H, W).
-            seen: (B, H, W), true where there is no padding. The patches of a plain ViT then do not
-                attend to padding (Swin's windows do, as elsewhere), and the maps are 0 there.
+            seen: (B, H, W), true where there is no padding; None for images without padding. The
+                maps are 0 in the padding, and the patches of a plain ViT do not attend to it
+                (Swin's windows do, as in other implementations).
         """
         masked: dict[str, Any] = {}
         if seen is not None and isinstance(self.backbone, VisionTransformer):
@@ -113,29 +114,32 @@ class Pyramid(nn.Module):
             images, indices=self.indices, intermediates_only=True, output_fmt="NCHW", **masked
         )
         levels = zip(self.norms, self.resize, maps, strict=True)
-        return [cut(resize(cut(norm(features), seen)), seen) for norm, resize, features in levels]
+        return [
+            without_padding(resize(without_padding(norm(features), seen)), seen)
+            for norm, resize, features in levels
+        ]
 
     def _attended(self, seen: Tensor) -> Tensor:
-        """Which tokens of a ViT may be attended to, (B, 1, 1, tokens)."""
+        """A ViT's attention mask, (B, 1, 1, tokens), true for tokens without padding."""
         grid = self.backbone.patch_embed.dynamic_feat_size(seen.shape[-2:])
         prefix = seen.new_ones(len(seen), self.backbone.num_prefix_tokens)
         return torch.cat([prefix, shrunk(seen, grid).flatten(1)], dim=1)[:, None, None]
 
 
 def shrunk(seen: Tensor, size: Sequence[int]) -> Tensor:
-    """A mask (B, H, W) at a map's size, by the nearest pixel."""
+    """A mask (B, H, W) resized to a map's (h, w), by the nearest pixel."""
     return F.interpolate(seen[:, None].float(), size=tuple(size))[:, 0].bool()
 
 
-def cut(features: Tensor, seen: Tensor | None) -> Tensor:
-    """A map (B, C, h, w) with 0 where there is padding."""
+def without_padding(features: Tensor, seen: Tensor | None) -> Tensor:
+    """A map (B, C, h, w) with 0 in the padding, where the mask (B, H, W) is false."""
     if seen is None:
         return features
     return features.masked_fill(~shrunk(seen, features.shape[-2:])[:, None], 0)
 
 
 def _resize(level: int, channels: int) -> nn.Module:
-    """From one patch a step to what a level has."""
+    """The layer that changes a plain ViT's map from the patch stride to a level's stride."""
 
     def twice() -> nn.Module:
         return nn.ConvTranspose2d(channels, channels, kernel_size=2, stride=2)

@@ -13,12 +13,12 @@ from lightning_modules.pela.downstream.pyramid import Pyramid
 
 
 class Segmenter(nn.Module):
-    """transformers' UPerNet head (arXiv 1807.10221) and its auxiliary FCN head.
+    """transformers' UPerNet head (arXiv 1807.10221) and its auxiliary FCN head on a pyramid.
 
     Args:
-        pyramid: what they read.
+        pyramid: the backbone, with finest=0.
         num_classes: K.
-        channels: of the head; the auxiliary head has half as many.
+        channels: channels of the head; the auxiliary head has half as many.
     """
 
     def __init__(self, pyramid: Pyramid, num_classes: int, channels: int = 512):
@@ -30,7 +30,7 @@ class Segmenter(nn.Module):
         self.auxiliary = UperNetFCNHead(config, pyramid.channels)
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits (B, K, H, W) for images (B, 3, H, W); in training the auxiliary head's too."""
+        """Logits (B, K, H, W) for images (B, 3, H, W); in training also the auxiliary head's."""
         maps = self.pyramid(images)
         size = images.shape[-2:]
         logits = F.interpolate(self.head(maps), size, mode="bilinear")
@@ -42,12 +42,12 @@ class Segmenter(nn.Module):
 def segmentation_loss(
     outputs: tuple[Tensor, Tensor], labels: Tensor, auxiliary_weight: float
 ) -> Tensor:
-    """Cross-entropy over the labelled pixels, plus the weighted one of the auxiliary head.
+    """Mean cross-entropy over the labelled pixels, plus the auxiliary head's times its weight.
 
     Args:
-        outputs: a `Segmenter`'s in training, (B, K, H, W) each.
-        labels: (B, H, W), -100 where there is none.
-        auxiliary_weight: 0.4 in UPerNet.
+        outputs: logits of a `Segmenter` in training mode, (B, K, H, W) each.
+        labels: (B, H, W), class indices, -100 for pixels without a label.
+        auxiliary_weight: weight of the auxiliary head's loss; 0.4 in UPerNet.
 
     Returns:
         A scalar; 0 where no pixel is labelled.
@@ -61,27 +61,27 @@ def segmentation_loss(
 
 
 def slide(model: Callable[[Tensor], Tensor], image: Tensor) -> Tensor:
-    """Logits of an image of any shape, from squares: mmsegmentation's sliding inference.
+    """Logits of an image of any shape, by mmsegmentation's sliding-window inference.
 
-    The squares are as large as the shorter side S and ⌊2 S / 3⌋ apart, the last at the border;
-    where they overlap their logits are averaged.
+    The windows are squares of the shorter side S, ⌊2 S / 3⌋ apart, with the last one at the border.
+    Logits are averaged where windows overlap.
 
     Args:
-        model: squares (B, 3, S, S) to logits (B, K, S, S).
+        model: maps squares (B, 3, S, S) to logits (B, K, S, S).
         image: (3, h, w).
 
     Returns:
-        (K, h, w).
+        Logits (K, h, w).
     """
     side, longer = sorted(image.shape[-2:])
     axis = -1 if image.shape[-1] == longer else -2
     stride = max(1, 2 * side // 3)
     starts = [min(start, longer - side) for start in range(0, longer - side + stride, stride)]
     squares = torch.stack([image.narrow(axis, start, side) for start in starts])
-    found = model(squares)
-    total = found.new_zeros(found.shape[1], *image.shape[-2:])
-    count = found.new_zeros(image.shape[-2:])
-    for start, logits in zip(starts, found, strict=True):
+    outputs = model(squares)
+    total = outputs.new_zeros(outputs.shape[1], *image.shape[-2:])
+    count = outputs.new_zeros(image.shape[-2:])
+    for start, logits in zip(starts, outputs, strict=True):
         total.narrow(axis, start, side).add_(logits)
         count.narrow(axis, start, side).add_(1)
     return total / count

@@ -1,4 +1,4 @@
-"""Semantic segmentation on a dense or low-rank backbone."""
+"""Trains semantic segmentation on a dense or low-rank backbone."""
 
 from typing import Any
 
@@ -13,20 +13,20 @@ from lightning_modules.pela.downstream.segmentation import Segmenter, segmentati
 
 
 class Segmentation(Downstream):
-    """UPerNet on a dense or low-rank backbone; `val/miou` is over the whole set and all ranks.
+    """UPerNet on a dense or low-rank backbone; `val/miou` is over the full set and all processes.
 
-    Scores are at the labels' own size: of an image that is no square, see `slide`.
+    Predictions are scored at the labels' original size, non-square images by `slide`.
 
     Args:
-        channels: of the UPerNet head.
-        auxiliary_weight: of the auxiliary head's loss.
+        channels: channels of the UPerNet head.
+        auxiliary_weight: weight of the auxiliary head's loss.
         **kwargs: see `Downstream`.
     """
 
     def __init__(self, channels: int = 512, auxiliary_weight: float = 0.4, **kwargs: Any):
         super().__init__(**kwargs)
         classes = self.settings.num_classes
-        # torchmetrics.segmentation.MeanIoU would average over images; the field's sums them first
+        # torchmetrics.segmentation.MeanIoU averages over images; mmseg's mIoU sums pixels first
         self.miou = MulticlassJaccardIndex(classes, ignore_index=-100)
         self.accuracy = MulticlassAccuracy(classes, average="micro", ignore_index=-100)
 
@@ -38,7 +38,7 @@ class Segmentation(Downstream):
         """Build the model, see `Downstream`.
 
         Raises:
-            ValueError: if batch normalisation is to be synchronised and would not be.
+            ValueError: for trainer.sync_batchnorm with a strategy that ignores it.
         """
         if self.device_mesh is not None:
             strategy: Any = self.trainer.strategy
@@ -50,20 +50,21 @@ class Segmentation(Downstream):
         super().configure_model()
 
     def on_validation_start(self) -> None:
-        """Score one model on all processes, that of the checkpoint.
+        """Give all processes the batch-norm statistics of process 0, which checkpoints hold.
 
-        Each has its own running statistics of batch normalisation, and those of process 0 count.
+        Each process has running statistics of its own; without this they would score different
+        models.
         """
         if self.trainer.world_size > 1:
             for buffer in self.model.buffers():
                 torch.distributed.broadcast(buffer, src=0)
 
     def forward(self, images: Tensor) -> Any:
-        """Logits (B, K, H, W) for images (B, 3, H, W); in training the auxiliary head's too."""
+        """Logits (B, K, H, W) for images (B, 3, H, W); in training also the auxiliary head's."""
         return self.model(images)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Cross-entropy of both heads."""
+        """The cross-entropy of both heads."""
         images, labels = batch
         loss = segmentation_loss(self(images), labels, self.settings.auxiliary_weight)
         self.log("train/loss", loss, prog_bar=True)
@@ -71,12 +72,12 @@ class Segmentation(Downstream):
 
     def score(self, batch: tuple[list[Tensor], list[Tensor]]) -> None:
         """Add a batch to the confusion matrix, each image at the size of its labels."""
-        for found, labels in zip(self.predict_step(batch, 0), batch[1], strict=True):
-            self.miou.update(found, labels)
-            self.accuracy.update(found, labels)
+        for classes, labels in zip(self.predict_step(batch, 0), batch[1], strict=True):
+            self.miou.update(classes, labels)
+            self.accuracy.update(classes, labels)
 
     def report(self, stage: str) -> None:
-        """Log `val/miou`, over the classes that occur, and `val/pixel_accuracy`."""
+        """Log `stage/miou`, over the classes that occur, and `stage/pixel_accuracy`."""
         self.log(f"{stage}/miou", self.miou.compute(), prog_bar=True)
         self.log(f"{stage}/pixel_accuracy", self.accuracy.compute())
         self.miou.reset()
@@ -86,8 +87,8 @@ class Segmentation(Downstream):
         self, batch: tuple[list[Tensor], list[Tensor]], batch_idx: int
     ) -> list[Tensor]:
         """The class of every pixel of each image, (H, W) at the size of its labels."""
-        found = []
+        classes = []
         for image, labels in zip(*batch, strict=True):
             logits = slide(self, image)[None].float()
-            found.append(F.interpolate(logits, labels.shape, mode="bilinear")[0].argmax(0))
-        return found
+            classes.append(F.interpolate(logits, labels.shape, mode="bilinear")[0].argmax(0))
+        return classes

@@ -284,7 +284,8 @@ def test_nothing_to_factorise():
 def test_skip_must_fit_and_be_a_list():
     message = error(lambda: factorize(small_vit(), skip=("attn.prj",)))
     assert (
-        "'attn.prj' fits no module of VisionTransformer: its linear layers are blocks.0" in message
+        "'attn.prj' matches no module of VisionTransformer: its linear layers are blocks.0"
+        in message
     )
     assert "expected a list" in error(lambda: factorize(small_vit(), skip="head"))
 

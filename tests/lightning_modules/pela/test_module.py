@@ -383,7 +383,7 @@ def test_a_low_rank_model_is_no_teacher(dense, tmp_path):
         ({"ratio": 0.0}, "ratio is 0.0: expected a number above 0"),
         ({"ratio": -2.0}, "ratio is -2.0: expected a number above 0"),
         ({"ratio": 1000.0}, "ratio 1000 leaves blocks.0.attn.qkv .* rank 0"),
-        ({"skip": ["atn"]}, "skip pattern 'atn' fits no module"),
+        ({"skip": ["atn"]}, "skip pattern 'atn' matches no module"),
         ({"module": TokenMerging, "merged_tokens": -1}, "r is -1"),
         ({"module": LoRA, "lora_rank": -1, "ratio": None}, "rank -1"),
         ({"module": LoRA, "lora_rank": 4}, "lora_rank 4 is for the dense model: set model.ratio"),

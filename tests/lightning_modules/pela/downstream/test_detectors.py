@@ -26,7 +26,7 @@ from lightning_modules.pela.downstream import (
 )
 from lightning_modules.pela.downstream.detection import pixel_mask
 from lightning_modules.pela.downstream.mask_rcnn import in_pixels, regions
-from lightning_modules.pela.downstream.pyramid import cut
+from lightning_modules.pela.downstream.pyramid import without_padding
 from recipes.cli import parse
 from recipes.pela import detection
 
@@ -76,7 +76,7 @@ class Local(nn.Module):
         self.mix = nn.Conv2d(3, 8, kernel_size=1)
 
     def forward(self, images, seen):
-        return [cut(self.mix(F.avg_pool2d(images, side)), seen) for side in (8, 16, 32)]
+        return [without_padding(self.mix(F.avg_pool2d(images, side)), seen) for side in (8, 16, 32)]
 
 
 @torch.no_grad()
@@ -172,7 +172,7 @@ def test_mask_rcnn_learns_and_answers_in_pixels_of_the_originals(operators, monk
     assert len(low_rank_layers(module.model)) == 16
     module.eval()
     with torch.no_grad():
-        found = module.found(batch)
+        found = module.detect(batch)
     assert any(len(one["boxes"]) for one in found)
     for one, target in zip(found, batch[1], strict=True):
         height, width = target["size"].tolist()
