@@ -1,4 +1,4 @@
-"""VeRA (arXiv 2310.11454): fine-tuning with two vectors a layer around shared random matrices."""
+"""VeRA (arXiv 2310.11454): fine-tunes two scaling vectors per layer of shared random matrices."""
 
 from lightning_modules.vera.adapter import load_adapter, save_adapter
 from lightning_modules.vera.image_module import ImageTuning

@@ -1,9 +1,9 @@
-"""A VeRA adapter on disk: two vectors for each layer and a seed, kilobytes.
+"""Saves and loads VeRA adapters: two vectors for each layer and a seed, some kilobytes.
 
-A folder holds `adapter.safetensors` and `manifest.json`. The tensors are `b`, all of the layers'
-b one after another, `d` (layers, r), and `head.<name>` for each tensor of the heads. A and B come
-back from the seed (Section 3.1); the manifest has their SHA-256, so a generator that has changed is
-noticed, and that of the base's parameters, so another base is.
+A folder holds `adapter.safetensors` and `manifest.json`. The tensors are `b`, the concatenation of
+all layers' b, `d` (layers, r), and `head.<name>` for each tensor of the heads. A and B are drawn
+again from the seed (arXiv 2310.11454, Section 3.1). The manifest has their SHA-256, to notice a
+random generator that has changed, and that of the base's parameters, to notice another base.
 """
 
 import hashlib
@@ -47,9 +47,9 @@ def save_adapter(
 
     Args:
         model: a model that `add_vera` has changed, merged or not.
-        folder: is made when it is missing.
-        projections: write A and B too, so that loading does not rely on the generator. Matrices
-            that no seed gives (an adapter from elsewhere) are written in any case.
+        folder: created if it is missing.
+        projections: write A and B too, so that loading does not depend on the random generator.
+            Matrices that were not drawn from the seed (loaded from peft) are always written.
         checkpoint: of the same run; its vectors and heads are written instead of the model's.
         about: further entries of the manifest, such as the name of the base and of the classes.
 
@@ -57,8 +57,7 @@ def save_adapter(
         The folder.
 
     Raises:
-        ValueError: if the model has no VeRA layer, or its projections are not shared and are to
-            be written.
+        ValueError: if the model has no VeRA layer, or `projections` is set and they are not shared.
     """
     record = vera_of(model)
     folder = Path(folder)
@@ -106,22 +105,22 @@ def save_adapter(
 
 @torch.no_grad()
 def load_adapter(model: nn.Module, folder: str | Path, check_base: bool = True) -> nn.Module:
-    """Give a model the adapter that `save_adapter` wrote, in place.
+    """Load an adapter that `save_adapter` wrote into a model, in place.
 
     Args:
-        model: the base, plain; or already adapted in the same way, then only the vectors and
-            heads are replaced.
+        model: the plain base; or a model adapted in the same way, whose vectors and heads are
+            then replaced.
         folder: written by `save_adapter`.
-        check_base: compare the base's parameters with those that the adapter was trained on.
-            False for the same base in another type, or quantised.
+        check_base: compare the base's parameters with those that the adapter was trained on. Set
+            it to False for the same base in another type, or quantised.
 
     Returns:
-        The same model, left as it was where something is wrong.
+        The same model. It stays unchanged where an error is raised.
 
     Raises:
         FileNotFoundError: if a file is missing.
-        ValueError: if the adapter is of another base, other targets, rank, seed or matrices, the
-            files do not fit each other, or the model is merged.
+        ValueError: if the adapter has another base, targets, rank, seed or matrices than the model,
+            its files do not match, or the model is merged.
     """
     manifest, tensors = read_adapter(folder)
     record = record_from(manifest)
@@ -155,11 +154,12 @@ def load_adapter(model: nn.Module, folder: str | Path, check_base: bool = True) 
 
 
 def read_adapter(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The manifest and the tensors of an adapter, known to fit each other.
+    """The manifest and the tensors of an adapter, after checking that they match.
 
     Raises:
         FileNotFoundError: if a file is missing.
-        ValueError: if the manifest is of another format, incomplete, or does not fit the tensors.
+        ValueError: if the manifest has another format, is incomplete, or does not match the
+            tensors.
     """
     folder = Path(folder)
     for name in (MANIFEST, TENSORS):
@@ -188,13 +188,13 @@ def read_adapter(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]
         if shape != size:
             raise ValueError(
                 f"{name} in {folder / TENSORS} has shape {shape}, but its manifest says {size}: "
-                "the two files are not of one adapter, save it again"
+                "the two files are of different adapters, save it again"
             )
     return manifest, tensors
 
 
 def record_from(manifest: dict[str, Any]) -> Vera:
-    """The record that `add_vera` made of the saved model."""
+    """The record of `add_vera` for the saved model, from its manifest."""
     layers: dict[str, tuple[str, ...]] = {}
     for key in manifest["layers"]:
         name, _, label = key.partition(":")
@@ -215,10 +215,10 @@ def split_vectors(
 def check_adapter(
     model: nn.Module, manifest: dict[str, Any], folder: str | Path, check_base: bool = True
 ) -> None:
-    """See that an adapter belongs to an adapted model.
+    """Check that an adapter belongs to an adapted model.
 
     Raises:
-        ValueError: if one of rank, seed, init, sharing, layers, A and B, or base differs.
+        ValueError: if rank, seed, init, sharing, layers, A and B, or base differ.
     """
     record = vera_of(model)
     for field in ("rank", "seed", "init", "shared"):
@@ -262,7 +262,7 @@ def layer_shapes(model: nn.Module) -> dict[str, list[int]]:
 
 
 def base_sha256(model: nn.Module) -> str:
-    """SHA-256 over the parameters that are neither vectors nor in heads; merging does not count."""
+    """SHA-256 of the base's parameters, without vectors and heads, as they were before merging."""
     record = vera_of(model)
     kept: dict[str, Tensor] = {}
     skipped = set()
@@ -281,7 +281,7 @@ def base_sha256(model: nn.Module) -> str:
 
 
 def sha256_of(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, shapes, types and bytes, in the order of the names."""
+    """SHA-256 of names, shapes, types and bytes, in the order of the names."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         tensor = _gathered(tensor)
@@ -291,7 +291,7 @@ def sha256_of(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _sha256_of_projections(model: nn.Module) -> list[str]:
-    """SHA-256 of A and of B; over those of all layers where each has its own."""
+    """SHA-256 of A and of B; of all layers' hashes where each layer has its own pair."""
     hashes = [projections.sha256() for projections in projections_of(model)]
     if len(hashes) == 1:
         return hashes[0]
@@ -301,7 +301,7 @@ def _sha256_of_projections(model: nn.Module) -> list[str]:
 
 
 def _gathered(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU; put together from its shards where FSDP2 has sharded it."""
+    """The tensor on the CPU, gathered from its shards where FSDP2 has sharded it."""
     tensor = tensor.detach()
     if isinstance(tensor, torch.distributed.tensor.DTensor):
         tensor = tensor.full_tensor()
@@ -309,7 +309,7 @@ def _gathered(tensor: Tensor) -> Tensor:
 
 
 def _check_layers(model: nn.Module, manifest: dict[str, Any], folder: str | Path) -> None:
-    """See that a plain model has the layers of an adapter, in their shapes."""
+    """Check that a plain model has an adapter's layers, with their shapes."""
     modules = dict(model.named_modules())
     for name, labels in record_from(manifest).layers.items():
         layer = modules.get(name)

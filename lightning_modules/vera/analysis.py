@@ -1,7 +1,7 @@
-"""What training did to the weights, and what VeRA could do: Fig. 3 and Appendices D and E.
+"""Analyses of trained adapters and of VeRA's expressiveness: Fig. 3 and Appendices D and E.
 
-VeRA (arXiv 2310.11454). Layers go by the names of `vectors_of`: "name", or "name:label" for a
-slice of a fused projection.
+VeRA (arXiv 2310.11454). Layers are named as in `vectors_of`: "name", or "name:label" for a slice of
+a fused projection.
 """
 
 import math
@@ -20,8 +20,8 @@ class VectorChange:
     Attributes:
         d: ‖d‖ after training.
         b: ‖b‖ after training.
-        d_moved: ‖d - d₀‖, d₀ being what d started at.
-        b_moved: ‖b - b₀‖; ‖b‖ unless b was held at one.
+        d_moved: ‖d - d₀‖, with d₀ the initial value of d.
+        b_moved: ‖b - b₀‖, with b₀ the initial value of b.
     """
 
     d: float
@@ -31,7 +31,7 @@ class VectorChange:
 
 
 def vector_changes(model: nn.Module) -> dict[str, VectorChange]:
-    """The norms of every layer's d and b, and of what training added to them.
+    """The norms of every layer's d and b, and of their changes by training.
 
     Raises:
         ValueError: if the model has no VeRA layer.
@@ -50,7 +50,7 @@ def vector_changes(model: nn.Module) -> dict[str, VectorChange]:
 
 @torch.no_grad()
 def weight_changes(model: nn.Module) -> dict[str, Tensor]:
-    """ΔW (m, n) of every layer that VeRA or peft's LoRA adapts, as a merge would add it.
+    """ΔW (m, n) of every layer that VeRA or peft's LoRA adapts, which a merge adds to the weight.
 
     Raises:
         ValueError: if the model has neither.
@@ -77,48 +77,48 @@ def weight_changes(model: nn.Module) -> dict[str, Tensor]:
 
 
 def cosine_similarity(one: Tensor, other: Tensor) -> float:
-    """⟨X, Y⟩ / (‖X‖ ‖Y‖) of two matrices as long vectors (Appendix D); 0 if one is zero."""
+    """⟨X, Y⟩ / (‖X‖ ‖Y‖) of two flattened matrices (Appendix D); 0 if one is zero."""
     norms = one.norm() * other.norm()
     return ((one * other).sum() / norms).item() if norms > 0 else 0.0
 
 
 def stable_rank(matrix: Tensor) -> float:
-    """‖X‖_F² / ‖X‖₂²: how many directions a matrix spreads over; at most its rank, 0 if zero."""
+    """‖X‖_F² / ‖X‖₂², the effective number of directions of a matrix; 0 if it is zero."""
     values = torch.linalg.svdvals(matrix)
     return (values.square().sum() / values[0].square()).item() if values[0] > 0 else 0.0
 
 
 def fit_lora(targets: Tensor, rank: int) -> Tensor:
-    """The least squared error of B A of this rank: the singular values that are left (App. E).
+    """The smallest error with which B A of a rank can fit random matrices (Appendix E).
 
-    Eckart and Young (1936): no training comes closer.
+    By Eckart and Young (1936) it is the sum of the squared singular values beyond the rank.
 
     Args:
-        targets: (S, m, n).
-        rank: r; it has r·(m + n) parameters.
+        targets: S matrices, (S, m, n).
+        rank: r; B A has r·(m + n) parameters.
 
     Returns:
-        Mean squared error of an entry, (S,).
+        Mean squared error over the entries, (S,).
     """
-    left = torch.linalg.svdvals(targets)[:, rank:].square().sum(-1)
-    return left / targets[0].numel()
+    discarded = torch.linalg.svdvals(targets)[:, rank:].square().sum(-1)
+    return discarded / targets[0].numel()
 
 
 def fit_vera(targets: Tensor, rank: int, generator: torch.Generator, steps: int = 300) -> Tensor:
-    """The squared error that Λ_b B Λ_d A of this rank can be brought to (App. E).
+    """The error with which Λ_b B Λ_d A of a rank fits random matrices (Appendix E).
 
-    A and B are Kaiming uniform and drawn for each target. The product is linear in b and in d, so
-    each in turn is set to its least-squares optimum; the error never grows, but may end in a
+    A and B are drawn for each target, Kaiming uniform. The product is linear in b and in d, so each
+    in turn is set to its least-squares optimum. The error never grows, but the result may be a
     local minimum.
 
     Args:
-        targets: (S, m, n).
-        rank: r; it has m + r parameters.
-        generator: draws A and B, and then b's start.
-        steps: times that both are solved for.
+        targets: S matrices, (S, m, n).
+        rank: r; b and d have m + r parameters.
+        generator: for A and B, and then for b's initial values.
+        steps: number of times that both are solved for.
 
     Returns:
-        Mean squared error of an entry, (S,).
+        Mean squared error over the entries, (S,).
     """
     count, outputs, inputs = targets.shape
     a, b_matrix = (

@@ -28,7 +28,7 @@ class ImageTuning(FineTuning):
         super().__init__(architecture=architecture, **kwargs)
 
     def build(self) -> nn.Module:
-        """A timm model."""
+        """The timm model."""
         h: Any = self.hparams
         return build_vision(h.architecture, h.num_classes, h.model_args or {}, self.pretrained)
 
@@ -42,7 +42,7 @@ class ImageTuning(FineTuning):
         return classification_scores(self.hparams["num_classes"])
 
     def outputs(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Logits (n, C) and labels (n,), or soft targets (n, C), of the labelled images."""
+        """Logits (n, C) and labels (n,), or soft targets (n, C), of the images with a label."""
         targets = batch[1]
         kept = targets != IGNORED if targets.ndim == 1 else slice(None)
         return self.predict_step(batch, 0)[kept], targets[kept]

@@ -1,8 +1,8 @@
-"""VeRA adapters to and from peft, and as LoRA.
+"""Converts VeRA adapters to and from peft's format, and to LoRA.
 
-peft's VeRA draws A and B as we do, so the vectors carry over as they are. A VeRA layer also is
-exactly a LoRA layer of the same rank: Λ_b B Λ_d A = B' A' with A' = d ⊙ A (rows scaled) and
-B' = b ⊙ B (rows scaled), no decomposition needed.
+peft's VeRA draws the same A and B, so that the vectors can be copied unchanged. A VeRA layer also
+equals a LoRA layer of the same rank: Λ_b B Λ_d A = B' A' with A' = d ⊙ A and B' = b ⊙ B (each with
+its rows scaled), so that no decomposition is needed.
 """
 
 import json
@@ -37,15 +37,15 @@ def to_peft(model: nn.Module, folder: str | Path, projections: bool = True) -> P
 
     Args:
         model: a model that `add_vera` has changed.
-        folder: is made when it is missing.
+        folder: created if it is missing.
         projections: write A and B too, as peft does by default.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: if peft cannot say it: slices, unshared projections, or matrices that peft
-            would not draw and that are not written.
+        ValueError: if the model has no VeRA layer, or peft cannot represent it: slices, unshared
+            projections, or, without `projections`, matrices that peft would not draw.
     """
     from peft import VeraConfig
 
@@ -85,13 +85,13 @@ def to_peft(model: nn.Module, folder: str | Path, projections: bool = True) -> P
 
 
 def lora_factors(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    """A' (r, n) and B' (m, r) of every adapted layer, with ΔW = B' A'.
+    """A' (r, n) and B' (m, r) of every adapted layer by name, with ΔW = B' A'.
 
-    Slices of a fused layer that share A become one LoRA of it: A' = A, and d goes into B' beside
-    b; the rows of B' outside of the slices are zero.
+    Slices of a fused layer that share A become one LoRA layer: A' = A, B' = b ⊙ B ⊙ d in the rows
+    of each slice, and zero in all other rows.
 
     Raises:
-        ValueError: if slices of one layer do not share A.
+        ValueError: if the model has no VeRA layer, or slices of one layer do not share A.
     """
     factors = {}
     for name, layer in layers_of(model).items():
@@ -115,19 +115,19 @@ def lora_factors(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def to_lora(model: nn.Module, folder: str | Path) -> Path:
-    """Write the adapter as a LoRA directory for peft, of the same rank and exact.
+    """Write the adapter as a LoRA directory for peft, exactly and with the same rank.
 
-    It is as large as LoRA's are: 2·L·d_model·r numbers.
+    It is as large as any LoRA adapter of that rank: L·(m + n)·r numbers.
 
     Args:
         model: a model that `add_vera` has changed.
-        folder: is made when it is missing.
+        folder: created if it is missing.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: if slices of one layer do not share A.
+        ValueError: if the model has no VeRA layer, or slices of one layer do not share A.
     """
     from peft import LoraConfig
 
@@ -142,21 +142,21 @@ def to_lora(model: nn.Module, folder: str | Path) -> Path:
 
 @torch.no_grad()
 def from_peft(model: nn.Module, folder: str | Path) -> nn.Module:
-    """Give a plain model the VeRA adapter of a directory that peft wrote, in place.
+    """Load a VeRA adapter that peft wrote into a plain model, in place.
 
-    Where the directory has A and B and the seed does not give them, those of the directory are
-    used. Dropout is not taken over.
+    A and B are drawn from the seed; where the directory has other ones, those are used. peft's
+    dropout is ignored.
 
     Args:
-        model: the base, plain.
-        folder: has adapter_config.json and adapter_model.safetensors.
+        model: the plain base model.
+        folder: with adapter_config.json and adapter_model.safetensors.
 
     Returns:
-        The same model, left as it was where something is wrong.
+        The same model. It stays unchanged where an error is raised.
 
     Raises:
         FileNotFoundError: if a file is missing.
-        ValueError: if it is not VeRA's, trains biases, or does not fit the model.
+        ValueError: if the adapter is not VeRA's, trains biases, or does not fit the model.
     """
     folder = Path(folder)
     for name in (CONFIG, TENSORS):
@@ -223,7 +223,7 @@ def _expected(
 def _given(
     rank: int, inputs: int, outputs: int, seed: int, given: Any, folder: Path
 ) -> tuple[Tensor, Tensor] | None:
-    """A and B of a directory, in float32; None where the seed gives the same."""
+    """A and B of a directory, in float32; None if it has none or the seed gives the same."""
     if any(matrix is None for matrix in given):
         return None
     drawn = Projections(rank, inputs, outputs, seed).on(torch.device("cpu"), torch.float32)
@@ -239,10 +239,10 @@ def _given(
 
 
 def _common(model: nn.Module, record: Vera) -> dict[str, Any]:
-    """What the configurations of VeRA and LoRA have in common."""
+    """The entries that peft's configurations of VeRA and LoRA share."""
     layers = layers_of(model)
     return {
-        # A list would match the ends of names; an expression says exactly which layers.
+        # a regular expression, because a list would match the ends of other names too
         "target_modules": "|".join(re.escape(name) for name in layers),
         "fan_in_fan_out": any(isinstance(layer, Conv1D) for layer in layers.values()),
         "modules_to_save": list(record.heads) or None,

@@ -10,17 +10,17 @@ from lightning_modules.vera.module import IGNORED, FineTuning
 
 
 class LanguageTuning(FineTuning):
-    """A causal language model of transformers, trained on what its labels keep.
+    """A causal language model of transformers.
 
-    The loss is the mean over the tokens whose label is not -100: the reference of an E2E example,
-    the response to an instruction.
+    The loss is the mean over the tokens whose label is not -100: those of an E2E example's
+    reference or of the response to an instruction.
 
     Args:
         architecture: a hub name, a folder with config.json, or a model type such as "gpt2".
         quantize: hold the frozen, pre-trained weights in 4 or 8 bits (QLoRA; CUDA). Checkpoints
-            are then `adapter_only`, because bitsandbytes writes its 4-bit weights into a
-            state_dict and cannot read them back.
-        gradient_checkpointing: compute activations twice instead of keeping them.
+            are then `adapter_only`, because bitsandbytes cannot load the 4-bit weights of a
+            state_dict.
+        gradient_checkpointing: recompute activations in the backward pass instead of storing them.
         **kwargs: see `FineTuning`.
     """
 
@@ -33,11 +33,11 @@ class LanguageTuning(FineTuning):
     ):
         super().__init__(architecture=architecture, **kwargs)
         if quantize:
-            self.save_hyperparameters()  # pretrained too: see `adapter_only`
+            self.save_hyperparameters()  # also `pretrained`, which `adapter_only` needs
             self.adapter_only, self.strict_loading = True, False
 
     def build(self) -> nn.Module:
-        """A transformers model for causal language modelling."""
+        """The transformers model for causal language modelling."""
         h: Any = self.hparams
         model: Any = build_text(
             h.architecture, "causal", h.model_args or {}, self.pretrained, h.quantize
@@ -48,15 +48,15 @@ class LanguageTuning(FineTuning):
         return model
 
     def default_heads(self, model: nn.Module) -> list[str]:
-        """None: the output layer stays as it is."""
+        """No modules: the output layer stays frozen."""
         return []
 
     def build_scores(self) -> MetricCollection:
-        """None beside the loss, a mean over all tokens; text is scored after generation."""
+        """No scores besides the loss; generated text is scored in recipes."""
         return MetricCollection({})
 
     def outputs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Logits (n, V) before each of the n tokens that count, and those tokens (n,)."""
+        """Logits (n, V) that predict the n tokens with a label, and those tokens (n,)."""
         targets = batch["labels"][:, 1:]
         kept = targets != IGNORED
         return self.predict_step(batch, 0)[:, :-1][kept], targets[kept]

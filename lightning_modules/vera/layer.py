@@ -1,12 +1,12 @@
-"""A linear layer with VeRA beside its weight: Equation 2 (arXiv 2310.11454), computed.
+"""A linear layer with VeRA: Equation 2 (arXiv 2310.11454).
 
-Two ways to compute the same, chosen for each call by counting multiply-adds:
+It is computed in one of two ways, chosen for each call by the number of multiply-adds:
 
     factored   b ⊙ (d ⊙ x Aᵀ) Bᵀ        T·r·(n + m) forward and as many backward
     dense      x (W0 + Λ_b B Λ_d A)ᵀ    m·n·r forward, T·m·n + m·n·r or T·r·(n + m) backward
 
-The second wins for many tokens T. With the output's gradient g, both of its gradients come from
-M = gᵀ x Aᵀ ⊙ B, multiplied from the cheaper end: ∂L/∂b = M d and ∂L/∂d = Mᵀ b.
+The dense way is cheaper for many tokens T. With the output's gradient g, its two gradients are
+∂L/∂b = M d and ∂L/∂d = Mᵀ b with M = gᵀ x Aᵀ ⊙ B, where gᵀ x Aᵀ is multiplied in the cheaper order.
 """
 
 import functools
@@ -26,12 +26,12 @@ QKV = ("q", "k", "v")
 
 @dataclass(frozen=True)
 class Slice:
-    """A block of a layer's output features with its own b and d; the whole layer is one of one.
+    """A block of a layer's output features that has its own b and d; possibly all of the output.
 
     Attributes:
-        label: "" for the whole layer, "q", "k", "v", or "0of2".
-        index, blocks: the block, and how many equal blocks the output consists of.
-        projections: its A and B; slices of them are in use.
+        label: "" for all of the output, "q", "k", "v", or a block such as "0of2".
+        index, blocks: index of the block, and number of equal blocks of the output.
+        projections: the A and B of which the block uses slices.
     """
 
     label: str
@@ -47,41 +47,48 @@ class Slice:
 
 
 class VeraLayer(nn.Module):
-    """What a linear layer becomes: `VeraLinear` or `VeraConv1D`, with its own weight and bias."""
+    """The base of the adapted layers, such as `VeraLinear`; weight and bias are the base layer's.
+
+    Attributes:
+        slices: the adapted blocks of the output.
+        starts: initial values of the entries of b and of d.
+        kept: the base weight while the adapter is merged.
+        rows: by label, b and d of each row of a batch whose rows have different adapters (many.py).
+    """
 
     slices: tuple[Slice, ...]
-    starts: tuple[float, float]  # what every entry of b and of d begins at
-    kept: Tensor | None = None  # the base weight while merged
-    rows: dict[str, tuple[Tensor, Tensor]] | None = None  # b and d of each row (many.py)
+    starts: tuple[float, float]
+    kept: Tensor | None = None
+    rows: dict[str, tuple[Tensor, Tensor]] | None = None
 
     def reset_parameters(self) -> None:
-        """Initialise the layer, as after `to_empty` of a model that was built on meta."""
+        """Initialise the layer, for example after `to_empty` of a model from the meta device."""
         if isinstance(self, nn.Linear):
             super().reset_parameters()  # type: ignore[misc]
-        elif isinstance(self, Conv1D):  # which has no method for what its __init__ does
+        elif isinstance(self, Conv1D):  # it has no reset_parameters; this is what its __init__ does
             nn.init.normal_(self.weight, std=0.02)
             nn.init.zeros_(self.bias)
         self.reset_vectors()
 
     @torch.no_grad()
     def reset_vectors(self) -> None:
-        """Set b and d to what they begin at: the layer then computes what its base does."""
+        """Set b and d to their initial values, with which the layer computes what its base does."""
         for piece in self.slices:
             for vector, start in zip(self.vectors(piece), self.starts, strict=True):
                 vector.fill_(start)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move and cast the layer, but never its vectors to less than 32 bits.
+        """Move and cast the layer, but keep its vectors in at least 32 bits.
 
-        `bf16-true` and `model.bfloat16()` come here. An eight-bit mantissa would lose most updates
-        of the few numbers that are trained.
+        `bf16-true` and `model.bfloat16()` call this. An eight-bit mantissa would lose most updates
+        of the vectors.
         """
         vectors = [vector for piece in self.slices for vector in self.vectors(piece)]
-        kept = {id(t) for vector in vectors for t in (vector, vector.grad) if t is not None}
+        precise = {id(t) for vector in vectors for t in (vector, vector.grad) if t is not None}
 
         def cast(tensor: Tensor) -> Tensor:
             result = fn(tensor)
-            if id(tensor) in kept and result.dtype.itemsize < 4:
+            if id(tensor) in precise and result.dtype.itemsize < 4:
                 return tensor.to(result.device)
             return result
 
@@ -93,7 +100,7 @@ class VeraLayer(nn.Module):
         return getattr(self, b), getattr(self, d)
 
     def matrices(self, piece: Slice, like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A (r, n) and B (m, r) of a slice, where `like` is."""
+        """A (r, n) and B (m, r) of a slice, on the device of `like`."""
         a, b = piece.projections.on(like.device, dtype)
         outputs, inputs = shape_of(self)
         return a[:, :inputs], b[: outputs // piece.blocks]
@@ -104,13 +111,13 @@ class VeraLayer(nn.Module):
         return _product(b.to(dtype), d.to(dtype), *self.matrices(piece, b, dtype))
 
     def costs(self, tokens: int, grad_input: bool, grad: bool, apart: bool) -> tuple[int, int]:
-        """Multiply-adds of the factored and of the dense path, beyond those of the base layer.
+        """Multiply-adds of the factored and of the dense way, beyond those of the base layer.
 
         Args:
             tokens: T.
-            grad_input: the backward pass goes on to the layer's input.
+            grad_input: the layer's input needs a gradient.
             grad: the vectors need gradients.
-            apart: ΔW is not added to the weight but multiplied by itself.
+            apart: x is multiplied by ΔW alone, in addition to the base layer's product.
         """
         outputs, inputs = shape_of(self)
         block, rank = outputs // self.slices[0].blocks, self.slices[0].projections.rank
@@ -140,7 +147,7 @@ class VeraLayer(nn.Module):
             x = x.to(dtype)
         if self.rows is not None:
             return self._factored(x, dtype)
-        # A small ΔW would be rounded away in the sum W0 + ΔW of a short type.
+        # in a 16-bit type the sum W0 + ΔW would round a small ΔW away
         apart = dtype.itemsize < 4 or not is_dense(self)
         grad = torch.is_grad_enabled() and any(
             v.requires_grad for piece in self.slices for v in self.vectors(piece)
@@ -223,7 +230,11 @@ class VeraConv1D(VeraLayer, Conv1D):
 
 
 class _AdaptedLinear(torch.autograd.Function):
-    """x (W0 + Λ_b B Λ_d A)ᵀ + bias, or x (Λ_b B Λ_d A)ᵀ without W0, whose backward is short."""
+    """x (W0 + Λ_b B Λ_d A)ᵀ + bias, or x (Λ_b B Λ_d A)ᵀ without W0.
+
+    autograd alone would store ΔW's intermediate results and could not choose the cheaper order of
+    products in the backward pass.
+    """
 
     @staticmethod
     def forward(
@@ -265,22 +276,22 @@ def _product(b: Tensor, d: Tensor, a: Tensor, b_matrix: Tensor) -> Tensor:
 
 
 def _backward_costs(tokens: int, rank: int, inputs: int, outputs: int) -> tuple[int, int]:
-    """Multiply-adds of (∂L/∂ΔW) Aᵀ: as (gᵀ x) Aᵀ, and as gᵀ (x Aᵀ)."""
+    """Multiply-adds of gᵀ x Aᵀ, first as (gᵀ x) Aᵀ, then as gᵀ (x Aᵀ)."""
     return outputs * inputs * (tokens + rank), tokens * rank * (inputs + outputs)
 
 
 def shape_of(layer: Any) -> tuple[int, int]:
-    """Output and input features."""
+    """A linear layer's numbers of output and input features."""
     if isinstance(layer, Conv1D):
         return layer.nf, layer.nx
     return layer.out_features, layer.in_features
 
 
 def parse_slice(label: str) -> tuple[int, int]:
-    """Index and number of blocks that a label stands for.
+    """The index of the block that a label names, and the number of blocks.
 
     Raises:
-        ValueError: if it is no label.
+        ValueError: for anything but "", "q", "k", "v" or a block such as "0of2".
     """
     if not label:
         return 0, 1
@@ -296,7 +307,7 @@ def parse_slice(label: str) -> tuple[int, int]:
 
 @functools.cache
 def adapted_class(kind: type) -> type:
-    """What a layer of this class becomes."""
+    """The adapted counterpart of a class of linear layers."""
     if kind is nn.Linear:
         return VeraLinear
     if kind is Conv1D:
@@ -305,5 +316,5 @@ def adapted_class(kind: type) -> type:
 
 
 def is_dense(layer: Any) -> bool:
-    """Whether its weight is one of numbers, not of codes as a quantised layer's."""
+    """Whether a layer's weight is of a floating-point type, not quantised."""
     return layer.weight.is_floating_point()

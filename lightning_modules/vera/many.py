@@ -1,7 +1,7 @@
-"""Many adapters at once: the rows of one batch use different ones.
+"""Several adapters in one batch: each row uses its own.
 
-A and B are the same for all adapters of one seed, so a batch still makes the two shared products
-and only scales by other vectors in each row (Equation 2 with b and d gathered by row):
+A and B are the same for all adapters of one seed, so the two products with them are computed once
+for the batch, and only the scaling vectors differ by row (Equation 2 with b and d gathered by row):
 
     h_i = W0 x_i + b_{a(i)} ⊙ (d_{a(i)} ⊙ x_i Aᵀ) Bᵀ
 """
@@ -28,21 +28,21 @@ from lightning_modules.vera.vera import layers_of, vectors_of, vera_of
 
 
 class Adapters:
-    """Saved adapters of one base, by name, for use in one batch.
+    """Saved adapters of one base model, by name, for use in one batch.
 
         adapters = Adapters(model, {"sst2": "runs/sst2/adapter", "cola": "runs/cola/adapter"})
         with adapters.rows(["sst2", "cola", "sst2"]):
             logits = model(**batch).logits
 
-    Their vectors and heads lie beside the model's own, which are in force outside of `rows`.
+    Their vectors and heads are held apart from the model's, which apply outside of `rows`.
 
     Args:
-        model: the base, plain (it then takes the first adapter as its own), or adapted.
-        folders: written by `save_adapter`, by the name each adapter gets.
+        model: the base, plain or adapted; a plain one gets the first adapter loaded into it.
+        folders: folders written by `save_adapter`, by the name that each adapter gets.
         check_base: as for `load_adapter`.
 
     Raises:
-        ValueError: if an adapter is of another base, seed, rank or other targets than the model.
+        ValueError: if an adapter has another base, seed, rank, targets or heads than the model.
     """
 
     def __init__(
@@ -61,10 +61,11 @@ class Adapters:
         return tuple(self._vectors)
 
     def add(self, name: str, folder: str | Path) -> None:
-        """Read one more adapter, or replace that of this name.
+        """Read one more adapter, or replace the one of that name.
 
         Raises:
-            ValueError: if it does not belong to the model.
+            FileNotFoundError: if a file is missing.
+            ValueError: if it has another base, seed, rank, targets or heads than the model.
         """
         manifest, tensors = read_adapter(folder)
         if not hasattr(self.model, "vera"):
@@ -88,17 +89,17 @@ class Adapters:
 
     @contextmanager
     def rows(self, names: Sequence[str | None], copies: int = 1) -> Iterator[None]:
-        """Inside, row i of every batch uses the adapter names[i].
+        """Within the context, row i of every batch uses the adapter names[i].
 
         Heads run once for each adapter in the batch, on its rows.
 
         Args:
-            names: one for each row; None for the base with the model's own heads.
-            copies: how many rows in succession stand for one of the batch: the number of beams
-                or of returned sequences when generating.
+            names: one for each row; None for the base with the model's heads.
+            copies: number of consecutive rows that belong to one name: the number of beams or of
+                returned sequences in generation.
 
         Raises:
-            ValueError: for an unknown name, or when a layer gets another number of rows.
+            ValueError: for an unknown name, or if a batch has another number of rows.
         """
         for name in names:
             if name is not None and name not in self._vectors:
@@ -132,7 +133,7 @@ class Adapters:
                 self.model.get_submodule(head).__dict__.pop("forward", None)
 
     def head(self, name: str, head: str) -> dict[str, Tensor]:
-        """The tensors of one adapter's head, by their names inside of it."""
+        """The tensors of one adapter's head, by their names within the head."""
         prefix = f"{head}."
         return {
             n.removeprefix(prefix): t for n, t in self._heads[name].items() if in_heads(n, [head])
@@ -163,10 +164,10 @@ class _HeadByRow:
         try:
             order, outputs = [], []
             for i, name in enumerate(self.used):
-                places = (self.index == i).nonzero().squeeze(1).to(x.device)
+                rows = (self.index == i).nonzero().squeeze(1).to(x.device)
                 state = {} if name is None else self.adapters.head(name, self.head)
-                outputs.append(functional_call(self.module, state, (x[places], *args), kwargs))
-                order.append(places)
+                outputs.append(functional_call(self.module, state, (x[rows], *args), kwargs))
+                order.append(rows)
         finally:
             self.module.__dict__["forward"] = by_row
         return torch.cat(outputs)[torch.cat(order).argsort()]

@@ -1,4 +1,4 @@
-"""The arguments of a method beside its rank and its targets, and those of older checkpoints."""
+"""A method's arguments besides rank and targets, and their names in older checkpoints."""
 
 from collections.abc import Mapping
 from typing import Any, TypedDict
@@ -10,16 +10,17 @@ class MethodArgs(TypedDict, total=False):
     """Further arguments of a method: of `add_vera` (the first five), or of `tune`.
 
     Attributes:
-        d_init: what every entry of VeRA's d starts at.
-        seed: VeRA's A and B are drawn from it.
-        init: how they are drawn.
-        shared: one A and B for all layers (else Table 7's "unique").
-        train: VeRA's trained vectors, b and d (or one of them, Table 6).
-        alpha: LoRA's scale is alpha / rank; rank when left out.
+        d_init: initial value of every entry of VeRA's d.
+        seed: of the random draw: VeRA's A and B, RandLoRA's matrices, a prompt's initial values, or
+            APET's positions.
+        init: distribution of VeRA's A and B.
+        shared: one A and B for all layers; false for one pair per layer (Table 7, "unique").
+        train: VeRA's trained vectors: "b" and "d", or one of them (Table 6).
+        alpha: LoRA's scale is alpha / rank; alpha = rank when left out.
         vectors: number of vectors in VB-LoRA's bank.
-        vector_length: their length.
-        budget: number of APET's parameters; `seed` draws their positions.
-        operations: what they are, "add", "concat", "plug".
+        vector_length: length of those vectors.
+        budget: number of parameters that APET trains.
+        operations: kinds of APET's parameters: "add", "concat", "plug".
     """
 
     d_init: float
@@ -46,19 +47,19 @@ ARGUMENTS = {
 
 
 def complete(hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """`method_args` with VeRA's defaults filled in, of which those that make A, B, b and d."""
+    """`method_args` for comparing two runs: VeRA's with its defaults, and without d_init."""
     defaults = {"seed": 0, "init": "kaiming_uniform", "shared": True, "train": ["b", "d"]}
     arguments = {**(hparams.get("method_args") or {})}
     if hparams.get("method") != "vera":
         return arguments
-    arguments.pop("d_init", None)  # where d started is no matter once it is loaded
+    arguments.pop("d_init", None)  # has no effect once a checkpoint's d is loaded
     return defaults | arguments
 
 
 def upgraded(hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters of a checkpoint from before `method_args`, as they are now."""
+    """Hyperparameters of a checkpoint; those from before `method_args` are converted."""
     saved = dict(hparams)
-    if "betas" not in saved:
+    if "betas" not in saved:  # an argument that only the former version had
         return saved
     del saved["betas"]
     flat = {name: saved.pop(name, None) for name in ("d_init", "init", "shared", "train", "alpha")}

@@ -1,9 +1,9 @@
-"""What fine-tuning sentences, images and language models share: a method and two learning rates.
+"""The base class for fine-tuning with VeRA or a baseline.
 
-VeRA (arXiv 2310.11454), Section 4: the classifier is trained in full with a learning rate of its
-own, there is no scale α, and the baselines (`lightning_modules.tuning`) train the same way. The
-three subclasses are text_module.py, image_module.py and language_module.py; each says what its
-model is and how a batch becomes logits.
+VeRA (arXiv 2310.11454), Section 4: the classifier is trained in full with a separate learning rate,
+there is no scale α, and the baselines (`lightning_modules.tuning`) are trained in the same way. The
+subclasses in text_module.py, image_module.py and language_module.py build the model and turn a
+batch into logits.
 """
 
 import io
@@ -31,34 +31,39 @@ from lightning_modules.vera.targets import in_heads, query_and_value
 from lightning_modules.vera.vera import add_vera
 from lightning_modules.weights import load_completely, load_weights, refuse_another_model
 
-IGNORED = -100  # label of what only pads
+IGNORED = -100  # label of padding
 NOT_MERGED = "give weights of this architecture; merge those of a run with adapters first"
 
 
 class FineTuning(L.LightningModule):
-    """The base of `TextTuning`, `ImageTuning` and `LanguageTuning`.
+    """The base class of `TextTuning`, `ImageTuning` and `LanguageTuning`.
+
+    A subclass implements `build`, `default_heads`, `build_scores` and `outputs`.
 
     Args:
-        architecture: name of the model; timm's, or transformers' or a folder with config.json.
+        architecture: name of the model: timm's, transformers', or a folder with config.json.
         model_args: further arguments of the model or values of its configuration.
         pretrained: start from the weights of that name.
         init_from: start from the weights of a checkpoint, state_dict or safetensors file. Neither
-            this nor `pretrained` is part of the checkpoint, unless `adapter_only`.
+            this nor `pretrained` is saved in checkpoints, except with `adapter_only`.
         method: "vera", or a baseline of `lightning_modules.tuning.tune`.
         rank: of VeRA or LoRA, or the width of the bottleneck adapters.
-        targets: layers that VeRA or LoRA adapts (see `add_vera`; LoRA takes a fused projection
-            as a whole); null for queries and values.
-        method_args: the method's further arguments.
+        targets: layers that VeRA or LoRA adapts (see `add_vera`; LoRA adapts all of a fused
+            projection); null for queries and values.
+        method_args: the method's further arguments, see `MethodArgs`.
         heads: modules that are trained in full; null for those on top of the pre-trained model.
-        lr: peak learning rate of all but the heads.
-        head_lr: that of the heads; `lr` when null.
+        lr: peak learning rate of all parameters but the heads'.
+        head_lr: peak learning rate of the heads; `lr` when null.
         weight_decay: decoupled, per unit of learning rate.
         decay_vectors: decay biases, norms and VeRA's vectors too.
-        warmup: of the learning rate: optimizer steps, or a share of all steps if below 1.
+        warmup: optimizer steps of warm-up, or a share of all steps if below 1.
         schedule: "linear", "cosine", "constant_with_warmup", …
         label_smoothing: of the training loss.
-        adapter_only: leave the frozen parameters out of checkpoints, which then are as small as
-            what trains; resuming reads the base from `pretrained` or `init_from` again.
+        adapter_only: leave the frozen parameters out of checkpoints; a run that loads one reads the
+            base from `pretrained` or `init_from` again.
+
+    Raises:
+        ValueError: for `adapter_only` without `pretrained` or `init_from`.
     """
 
     def __init__(
@@ -88,7 +93,7 @@ class FineTuning(L.LightningModule):
                 "model.adapter_only is true, but the base starts at random, so that no checkpoint "
                 "could find it again: set model.pretrained or model.init_from"
             )
-        # Where a run began is not what it is: loading it must not download or need old files.
+        # These say where a run started: loading its checkpoint must not download or need old files.
         self.save_hyperparameters(ignore=[] if adapter_only else ["init_from", "pretrained"])
         self.strict_loading = not adapter_only
         self.init_from, self.pretrained = init_from, pretrained
@@ -96,29 +101,25 @@ class FineTuning(L.LightningModule):
         self.mean_loss = MeanMetric()
         self.scores = self.build_scores()
 
-    # What a subclass writes.
-
     def build(self) -> nn.Module:
-        """The model before it is adapted."""
+        """The model before it is adapted; a subclass implements it."""
         raise NotImplementedError
 
     def default_heads(self, model: nn.Module) -> list[str]:
-        """The modules on top of the pre-trained model."""
+        """Names of the modules on top of the pre-trained model; a subclass implements it."""
         raise NotImplementedError
 
     def build_scores(self) -> MetricCollection:
-        """What is measured besides the loss, over the whole set."""
+        """The metrics besides the loss; a subclass implements it."""
         raise NotImplementedError
 
     def outputs(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Logits (n, C) and targets (n,) of a batch, without what only pads."""
+        """Logits (n, C) and targets (n,) of a batch without padding; a subclass implements it."""
         raise NotImplementedError
-
-    # What all have.
 
     @property
     def heads(self) -> list[str]:
-        """The modules that are trained in full."""
+        """Names of the modules that are trained in full."""
         assert self.model is not None
         heads = self.hparams["heads"]
         return self.default_heads(self.model) if heads is None else heads
@@ -139,7 +140,7 @@ class FineTuning(L.LightningModule):
             shard(self.model, self.device_mesh["data_parallel"])
 
     def _adapt(self, model: nn.Module) -> None:
-        """Apply the method.
+        """Apply the method to the model, in place.
 
         Raises:
             ValueError: if `method_args` has an argument of another method.
@@ -156,16 +157,16 @@ class FineTuning(L.LightningModule):
         if h.method == "vera":
             add_vera(model, h.rank, targets, heads=self.heads, **arguments)
         else:
-            layers = [target.partition(":")[0] for target in targets]  # LoRA knows no slices
+            layers = [target.partition(":")[0] for target in targets]  # LoRA has no slices
             tune(model, h.method, self.heads, h.rank, layers, **arguments)
 
     def on_train_start(self) -> None:
-        """Log how many parameters train: `tuned`, and `heads` besides."""
+        """Log the numbers of trainable parameters, `tuned` and `heads`."""
         assert self.model is not None
         sizes: dict[str, float] = {"tuned": 0, "heads": 0}
         for name, parameter in trainable(self.model).items():
             sizes["heads" if in_heads(name, self.heads) else "tuned"] += parameter.numel()
-        if self.logger is not None:  # not self.log, whose float32 would round them
+        if self.logger is not None:  # self.log would round them to float32
             self.logger.log_metrics(sizes, self.global_step)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -175,11 +176,11 @@ class FineTuning(L.LightningModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Add a batch to the scores."""
+        """Add a batch to loss and metrics."""
         self._add_scores(batch)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Add a batch to the scores."""
+        """Add a batch to loss and metrics."""
         self._add_scores(batch)
 
     def on_validation_epoch_end(self) -> None:
@@ -192,7 +193,7 @@ class FineTuning(L.LightningModule):
 
     def _add_scores(self, batch: Any) -> None:
         logits, targets = self.outputs(batch)
-        if not len(targets):  # all of it fills up the last round of several ranks
+        if not len(targets):  # padding of a distributed set
             return
         self.mean_loss.update(loss_of(logits, targets), len(targets))
         if len(self.scores):
@@ -207,7 +208,7 @@ class FineTuning(L.LightningModule):
         self.scores.reset()
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW; the heads' parameters have their own learning rate."""
+        """AdamW with a separate learning rate for the heads, and its schedule."""
         assert self.model is not None
         h: Any = self.hparams
         in_a_head = {id(p) for n, p in trainable(self.model).items() if in_heads(n, self.heads)}
@@ -220,11 +221,9 @@ class FineTuning(L.LightningModule):
         optimizer = build_optimizer("adamw", groups, h.lr)
         return with_schedule(optimizer, h.schedule, h.warmup, training_steps(self.trainer))
 
-    # Checkpoints.
-
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's, which also reads a checkpoint from before `method_args`."""
+        """Lightning's method, extended to checkpoints from before `method_args`."""
         content = torch.load(checkpoint_path, map_location="cpu", weights_only=True, mmap=True)
         saved = content.get("hyper_parameters", {})
         if "betas" in saved:
@@ -232,12 +231,12 @@ class FineTuning(L.LightningModule):
             checkpoint_path = io.BytesIO()
             torch.save(content, checkpoint_path)
             checkpoint_path.seek(0)
-        with warnings.catch_warnings():  # of `adapter_only`, whose names on_load_checkpoint checks
+        with warnings.catch_warnings():  # on_load_checkpoint checks the names of `adapter_only`
             warnings.filterwarnings("ignore", message="Found keys that are in the model state dict")
             return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Leave the frozen parameters out under `adapter_only`, but for their SHA-256."""
+        """With `adapter_only`, replace the frozen parameters by their SHA-256."""
         if self.adapter_only:
             frozen = self._frozen()
             checkpoint["base_sha256"] = sha256_of(frozen)
@@ -245,7 +244,7 @@ class FineTuning(L.LightningModule):
                 del checkpoint["state_dict"][name]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another model or method.
+        """Refuse the checkpoint of another model or method, or of another base.
 
         Raises:
             ValueError: naming what differs.
@@ -261,21 +260,21 @@ class FineTuning(L.LightningModule):
         expected = self.state_dict().keys() - frozen.keys()
         if differing := expected ^ checkpoint["state_dict"].keys():
             raise ValueError(
-                f"this checkpoint of an adapter alone does not hold what trains here, "
-                f"{min(differing)} for one: give the one that a run with these settings wrote"
+                f"this checkpoint of an adapter alone does not hold the parameters that train here "
+                f"(such as {min(differing)}): give one that a run with these settings wrote"
             )
         if checkpoint.get("base_sha256") not in (None, sha256_of(frozen)):
             raise ValueError(
                 f"this checkpoint of an adapter alone was trained on another base than "
-                f"{self.init_from or self.hparams['architecture']} is now: give model.init_from "
-                "or model.architecture that base"
+                f"{self.init_from or self.hparams['architecture']} is now: set model.init_from or "
+                "model.architecture to that base"
             )
 
     def _frozen(self) -> dict[str, Tensor]:
-        """The parameters that the base has again: all that do not train, by all their names.
+        """The frozen parameters that the base's files hold, by all their names if they are tied.
 
-        An output layer may be tied. What was drawn at random, such as the pooler of a checkpoint
-        that comes without, is in no base.
+        Those that were initialised at random, because the files lack them (such as a pooler), are
+        left out.
         """
         assert self.model is not None
         drawn: Any = getattr(self.model, "at_random", ())

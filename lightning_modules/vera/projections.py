@@ -1,8 +1,8 @@
 """The two frozen random matrices that all layers of a VeRA model share.
 
 VeRA (arXiv 2310.11454), Section 3.1: A (r, n) and B (m, r) are drawn once from a seed. Layers of
-several shapes share matrices of the largest n and m and take slices of them. The Kaiming uniform
-draw is peft 0.21.2's to the bit: A first, then B, from one CPU generator, in float32.
+different shapes use slices of one A and B with the largest n and m. The Kaiming uniform draw equals
+that of peft 0.21.2 to the bit: first A, then B, from one CPU generator, in float32.
 """
 
 import hashlib
@@ -17,17 +17,17 @@ INITS: tuple[str, ...] = get_args(Init)
 
 
 class Projections:
-    """A (rank, inputs) and B (outputs, rank): drawn on first use, and once for every type.
+    """A (rank, inputs) and B (outputs, rank), drawn on first use and cached by device and type.
 
-    Neither parameters nor buffers: they are in no state_dict, no DDP bucket and no FSDP shard.
-    One object serves all layers. It never changes, so copies of a model share it, and a pickled
-    model draws it again.
+    They are neither parameters nor buffers: no state_dict, DDP bucket or FSDP shard holds them. All
+    layers share one object. It is immutable, so that copies of a model share it as well; a pickled
+    model draws the matrices again.
 
     Args:
         rank, inputs, outputs: r, n and m.
         seed: of the CPU generator.
         init: "kaiming_uniform", "kaiming_normal", or "uniform" on [0, 0.1] (Table 6).
-        given: matrices to use instead of a draw, from a file; float32 on the CPU.
+        given: A and B from a file, in float32 on the CPU, to use instead of a draw.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class Projections:
         return self.__dict__ | {"_copies": {}}
 
     def on(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A and B there and in that type; made at the first call, kept for the next ones."""
+        """A and B on a device and in a type."""
         copies = self._copies.get((device, dtype))
         if copies is None:
-            # A tensor made in inference mode could not serve a later training step.
+            # a tensor created in inference mode could not be used in a later training step
             with torch.inference_mode(False), torch.no_grad():
                 if device.type == "meta":
                     copies = self._empty(device, dtype)
@@ -80,7 +80,7 @@ class Projections:
         generator = torch.Generator(device="cpu").manual_seed(self.seed)
         matrices = self._empty(torch.device("cpu"), torch.float32)
         for matrix in matrices:
-            std = math.sqrt(2) / math.sqrt(matrix.shape[1])  # Kaiming, gain of a ReLU, fan_in
+            std = math.sqrt(2) / math.sqrt(matrix.shape[1])  # Kaiming with ReLU's gain, by fan_in
             if self.init == "kaiming_uniform":
                 bound = math.sqrt(3.0) * std
                 matrix.uniform_(-bound, bound, generator=generator)

@@ -1,4 +1,4 @@
-"""The losses and the scores of fine-tuning."""
+"""The losses and metrics of fine-tuning."""
 
 from typing import Any
 
@@ -16,19 +16,25 @@ from torchmetrics.regression import PearsonCorrCoef, SpearmanCorrCoef
 
 
 def loss_of(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Mean cross-entropy of (n, C) with classes (n,), or squared error of scores (n,), in fp32."""
+    """The mean loss, computed in float32.
+
+    Args:
+        logits: (n, C) for cross-entropy, or predicted scores (n,) for the squared error.
+        targets: classes (n,) or soft targets (n, C); scores (n,) for the squared error.
+        label_smoothing: of the cross-entropy.
+    """
     if logits.ndim == 1:
         return F.mse_loss(logits.float(), targets.float())
     return F.cross_entropy(logits.float(), targets, label_smoothing=label_smoothing)
 
 
 def classification_scores(num_classes: int) -> MetricCollection:
-    """Scores over a whole set and all ranks.
+    """Metrics over a full set and all processes.
 
     Args:
-        num_classes: more than 1 gives accuracy, F1 (of class 1 of two; of more, the mean over
-            classes), Matthews' correlation and the number of classes that were predicted at all;
-            1 gives Pearson's and Spearman's correlation.
+        num_classes: 1 for Pearson's and Spearman's correlation. More for accuracy, F1 (of class 1
+            for two classes, otherwise the mean over classes), Matthews' correlation and the number
+            of classes that were predicted at least once.
     """
     scores: dict[str, Metric | MetricCollection]
     if num_classes == 1:
@@ -44,9 +50,10 @@ def classification_scores(num_classes: int) -> MetricCollection:
 
 
 class Matthews(MulticlassMatthewsCorrCoef):
-    """0 where all predictions or all labels are of one class, as scikit-learn and GLUE have it.
+    """Matthews' correlation; 0 if all predictions or all labels are of one class.
 
-    torchmetrics gives two classes another number there, which depends on how many each has.
+    So scikit-learn and GLUE define it. torchmetrics returns another number for two classes, which
+    depends on their frequencies.
     """
 
     def compute(self) -> Tensor:
@@ -56,7 +63,7 @@ class Matthews(MulticlassMatthewsCorrCoef):
 
 
 class ClassesPredicted(Metric):
-    """How many classes were predicted at least once; 1 means that the model has collapsed.
+    """The number of classes predicted at least once; 1 means that the model has collapsed.
 
     Args:
         num_classes: C.
@@ -70,7 +77,7 @@ class ClassesPredicted(Metric):
         self.add_state("counts", torch.zeros(num_classes, dtype=torch.int64), "sum")
 
     def update(self, predictions: Tensor, targets: Tensor) -> None:
-        """Count the predicted classes (n,); the targets do not matter."""
+        """Count the predicted classes (n,); the targets are ignored."""
         self.counts += predictions.bincount(minlength=len(self.counts))
 
     def compute(self) -> Tensor:

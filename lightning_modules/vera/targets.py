@@ -1,4 +1,4 @@
-"""Which linear layers VeRA adapts, and which it refuses by name before a model is changed.
+"""Finds the linear layers that VeRA's targets name, and refuses unsuitable ones.
 
 A target is the last parts of a layer's dotted name, with wildcards, and after a colon the slices
 of a fused layer: "query", "blocks.*.attn.proj", "c_attn:q,v", "gate_up_proj:0of2".
@@ -20,14 +20,19 @@ ALL = "all-linear"
 
 
 def resolve(model: nn.Module, targets: Targets, heads: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """The layers that the targets name, in the model's order, each with its slices' labels.
+    """The layers that the targets name, in the model's order, each with the labels of its slices.
 
-    A low-rank layer, an nn.Sequential of two nn.Linear (PELA's u and v), goes by its own name: both
-    of its linear layers are adapted, or slices of the second, whose output the labels divide.
+    A target may name a low-rank layer, an nn.Sequential of two nn.Linear (PELA's u and v). Then
+    both of its linear layers are adapted, or with slices only the second, which has the output.
+
+    Args:
+        model: not yet adapted.
+        targets: see `add_vera`.
+        heads: names of modules in which no target is looked for.
 
     Raises:
-        ValueError: if a target matches nothing, or a layer of a type that VeRA does not know, or
-            two targets match one layer.
+        ValueError: if there are no targets, one matches nothing or a layer of a type that VeRA does
+            not know, or two match one layer.
     """
     if not targets:
         raise ValueError(f"targets {targets!r} name no layer: give {ALL!r}, say")
@@ -54,28 +59,28 @@ def resolve(model: nn.Module, targets: Targets, heads: Sequence[str]) -> dict[st
 
 
 def in_heads(name: str, heads: Sequence[str]) -> bool:
-    """Whether a module or parameter is one of the heads or inside one."""
+    """Whether a module or parameter name is that of a head or of something inside one."""
     return any(name == head or name.startswith(f"{head}.") for head in heads)
 
 
 def low_rank(module: nn.Module) -> bool:
-    """Whether a module is two plain linear layers in a row."""
+    """Whether a module is a low-rank layer: an nn.Sequential of two plain nn.Linear."""
     children = list(module.children())
     return type(module) is nn.Sequential and [type(m) for m in children] == [nn.Linear] * 2
 
 
 def is_known(module: Any) -> bool:
-    """A plain linear layer, or a quantised subclass, which computes by its own forward."""
+    """Whether a module is a plain linear layer, or one with quantised weights."""
     if type(module) in (nn.Linear, Conv1D):
         return True
     return isinstance(module, nn.Linear) and not module.weight.is_floating_point()
 
 
 def check_blocks(model: nn.Module, name: str, labels: Sequence[str]) -> None:
-    """See that a layer's output consists of the equal blocks that the labels name.
+    """Check that a layer's output consists of the equal blocks that the labels name.
 
     Raises:
-        ValueError: if it does not, or holds q, k and v in another way than [q | k | v].
+        ValueError: if it does not, or holds q, k and v in another order than [q | k | v].
     """
     modules = dict(model.named_modules())
     outputs, _ = shape_of(modules[name])
@@ -95,13 +100,13 @@ def check_blocks(model: nn.Module, name: str, labels: Sequence[str]) -> None:
         start = QKV.index(letter) * size
         if rows != [range(start, start + size)]:
             raise ValueError(
-                f"{name} does not hold [q | k | v] in equal thirds ({letter} is made by "
-                f"{_some(rows)} of its {outputs} outputs): name the layer without slices"
+                f"{name} does not hold [q | k | v] in equal thirds ({letter} is outputs "
+                f"{_some(rows)} of {outputs}): name the layer without slices"
             )
 
 
 def _parsed(targets: Targets) -> list[tuple[str, tuple[str, ...]]]:
-    """Every target as (pattern, labels of its slices)."""
+    """Every target as (pattern, labels of its slices in their order)."""
     if isinstance(targets, Mapping):
         items = [(str(pattern), list(labels or ())) for pattern, labels in targets.items()]
     else:
@@ -146,7 +151,7 @@ def _matched(model: nn.Module, modules: Mapping[str, nn.Module], pattern: str) -
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Whether the pattern fits the last parts of the dotted name, part by part."""
+    """Whether the pattern matches the last parts of the dotted name, part by part."""
     wanted = pattern.split(".")
     parts = name.split(".")[-len(wanted) :]
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
@@ -176,7 +181,7 @@ def _output_layer(model: nn.Module) -> nn.Module | None:
 
 
 def query_and_value(model: nn.Module) -> list[str]:
-    """The targets that stand for all query and value projections of a model.
+    """The targets that name all query and value projections of a model.
 
     Raises:
         ValueError: if lightning_modules/layouts.py does not know the model's attention.

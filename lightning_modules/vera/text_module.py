@@ -11,7 +11,7 @@ from lightning_modules.vera.scores import classification_scores
 
 
 class TextTuning(FineTuning):
-    """A sentence classifier of transformers or, with one class, a regressor (STS-B).
+    """A sentence classifier of transformers; with one class, a regressor (STS-B).
 
     Args:
         num_classes: outputs of the head; 1 for regression.
@@ -25,7 +25,7 @@ class TextTuning(FineTuning):
         super().__init__(architecture=architecture, **kwargs)
 
     def build(self) -> nn.Module:
-        """A transformers model for sequence classification."""
+        """The transformers model for sequence classification."""
         h: Any = self.hparams
         arguments = {**(h.model_args or {}), "num_labels": h.num_classes}
         model = build_text(h.architecture, "classification", arguments, self.pretrained)
@@ -33,7 +33,7 @@ class TextTuning(FineTuning):
         return model
 
     def default_heads(self, model: nn.Module) -> list[str]:
-        """The classifier, by whatever name it has: every part beside the pre-trained model."""
+        """Every child with parameters besides the pre-trained model: the classifier."""
         return [
             name
             for name, part in model.named_children()
@@ -45,7 +45,7 @@ class TextTuning(FineTuning):
         return classification_scores(self.hparams["num_classes"])
 
     def outputs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Logits (n, C), for regression (n,), and labels (n,) of the labelled rows."""
+        """Logits (n, C), or scores (n,) for regression, and labels (n,), of rows with a label."""
         targets = batch["labels"]
         logits = self.predict_step(batch, 0)
         kept = targets != IGNORED

@@ -4,12 +4,12 @@ VeRA (arXiv 2310.11454), Equation 2:
 
     h = W0 x + Λ_b B Λ_d A x
 
-A (r, n) and B (m, r) are frozen, random and shared by all layers (projections.py); b (m,) starts
-at zero and d (r,) at d_init, so a new model computes exactly what its base does. Trained are
-Σ (m + r) numbers. Names do not change: a layer's weight and bias stay where they were, and
-`vera_b` and `vera_d` stand beside them (`vera_b_q`, … for a slice of a fused projection).
+A (r, n) and B (m, r) are frozen, random and shared by all layers (projections.py). b (m,) starts
+at zero and d (r,) at d_init, so that a new model has its base's outputs. Σ (m + r) numbers are
+trained. The names of a layer's weight and bias do not change; `vera_b` and `vera_d` are added to
+them (`vera_b_q`, … for a slice of a fused projection).
 
-layer.py has what a layer becomes, and how it computes.
+layer.py has the adapted layers and their computation.
 """
 
 import hashlib
@@ -37,7 +37,12 @@ from lightning_modules.vera.targets import Targets, check_blocks, in_heads, reso
 
 @dataclass(frozen=True)
 class Vera:
-    """What `add_vera` did to a model; kept as `model.vera`."""
+    """What `add_vera` did to a model; stored as `model.vera`.
+
+    Attributes:
+        rank, seed, init, d_init, shared, train, heads: the arguments of `add_vera`.
+        layers: the labels of the adapted slices, by name of the layer; ("",) for all of a layer.
+    """
 
     rank: int
     seed: int
@@ -45,7 +50,7 @@ class Vera:
     d_init: float
     shared: bool
     train: tuple[str, ...]
-    layers: dict[str, tuple[str, ...]]  # name of the layer → labels of its slices
+    layers: dict[str, tuple[str, ...]]
     heads: tuple[str, ...]
 
 
@@ -68,24 +73,26 @@ def add_vera(
         rank: r; VeRA's are larger than LoRA's (256 or 1024 in the paper).
         targets: the last parts of the layers' dotted names, with wildcards: "query",
             ["query", "value"], "blocks.*.attn.proj"; or "all-linear" for all but the output
-            head. A slice of a fused projection follows a colon, "c_attn:q,v" for two thirds of
-            [q | k | v] and "gate_up_proj:0of2" for the first of two equal blocks; a mapping
-            {"c_attn": ["q", "v"]} says the same.
-        d_init: what every entry of d starts at.
-        seed: A and B are drawn from it.
-        init: how; "kaiming_uniform" is the paper's default.
-        shared: one A and B for all layers; else each layer draws its own (Table 7), from the
-            seed and its name.
-        train: both vectors, or one (Table 6). Only "b": d stays at d_init. Only "d": b stays at
-            one and d starts at zero whatever d_init is, so that the start is still the base.
+            head. After a colon stand slices of a fused projection: "c_attn:q,v" for two thirds of
+            [q | k | v], "gate_up_proj:0of2" for the first of two equal blocks. A mapping
+            {"c_attn": ["q", "v"]} is equivalent.
+        d_init: initial value of every entry of d.
+        seed: of the random draw of A and B.
+        init: distribution of A and B; "kaiming_uniform" is the paper's default.
+        shared: one A and B for all layers. Otherwise each layer has its own (Table 7), drawn from
+            the seed and the layer's name.
+        train: the vectors to train (Table 6). With "b" alone d stays at d_init. With "d" alone b
+            stays at one and d starts at zero whatever d_init is, so that the outputs still start
+            as the base's.
         heads: names of modules that stay trainable in full; no target is looked for in them.
 
     Returns:
-        The same model; `model.vera` says what was done.
+        The same model; `model.vera` records what was done.
 
     Raises:
-        ValueError: for a rank below 1, a target or head that matches nothing, layers that share
-            their weights, an unknown init, or a model adapted already.
+        ValueError: before anything is changed, for a rank below 1, a target or head that matches
+            nothing, layers that VeRA cannot adapt or that share their weights, an unknown init,
+            vectors other than b and d, or a model adapted already.
     """
     plan = resolve(model, targets, heads)
     record = Vera(rank, seed, init, d_init, shared, tuple(train), plan, tuple(heads))
@@ -93,7 +100,16 @@ def add_vera(
 
 
 def attach(model: nn.Module, record: Vera, given: tuple[Tensor, Tensor] | None = None) -> nn.Module:
-    """Do to a model what a record says; `given` are A and B from a file instead of a draw."""
+    """Adapt a model in place as a record says.
+
+    Args:
+        model: a plain model.
+        record: what to do; its layers and slices must be the model's.
+        given: A and B from a file, to use instead of a draw.
+
+    Raises:
+        ValueError: as `add_vera`.
+    """
     _check(model, record)
     modules = dict(model.named_modules())
     shapes = {
@@ -117,22 +133,21 @@ def attach(model: nn.Module, record: Vera, given: tuple[Tensor, Tensor] | None =
         dtype = torch.float32
         if weight.is_floating_point():
             dtype = torch.promote_types(weight.dtype, torch.float32)
-        kind: Any = type(layer)
-        layer.__class__ = adapted_class(kind)
+        layer.__class__ = adapted_class(type(layer))
         layer.slices = tuple(slices)
         layer.starts = (1.0, 0.0) if record.train == ("d",) else (0.0, record.d_init)
         for piece in slices:
             sizes = (block, record.rank)
-            for kind, attribute, size in zip(("b", "d"), piece.names, sizes, strict=True):
+            for letter, attribute, size in zip(("b", "d"), piece.names, sizes, strict=True):
                 vector = torch.empty(size, device=weight.device, dtype=dtype)
-                setattr(layer, attribute, nn.Parameter(vector, kind in record.train))
+                setattr(layer, attribute, nn.Parameter(vector, letter in record.train))
         layer.reset_vectors()
     for head in record.heads:
         model.get_submodule(head).requires_grad_(True)
     model.vera = record  # type: ignore[assignment]
     if weight.device.type != "meta":
         for projections in projections_of(model):
-            projections.on(torch.device("cpu"), torch.float32)  # drawn now, not while training
+            projections.on(torch.device("cpu"), torch.float32)  # draw now, not in the first step
     return model
 
 
@@ -159,7 +174,11 @@ def layers_of(model: nn.Module) -> dict[str, VeraLayer]:
 
 
 def vectors_of(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    """b (m,) and d (r,) of every layer and slice, by "name" or "name:label"."""
+    """b (m,) and d (r,) of every layer and slice, by "name" or "name:label".
+
+    Raises:
+        ValueError: if the model has no VeRA layer.
+    """
     return {
         f"{name}:{piece.label}" if piece.label else name: layer.vectors(piece)
         for name, layer in layers_of(model).items()
@@ -180,17 +199,17 @@ def trainable_names(model: nn.Module) -> list[str]:
         f"{name}.{attribute}"
         for name, layer in layers_of(model).items()
         for piece in layer.slices
-        for kind, attribute in zip(("b", "d"), piece.names, strict=True)
-        if kind in record.train
+        for letter, attribute in zip(("b", "d"), piece.names, strict=True)
+        if letter in record.train
     ]
     return vectors + [n for n, _ in model.named_parameters() if in_heads(n, record.heads)]
 
 
 @torch.no_grad()
 def merge(model: nn.Module) -> nn.Module:
-    """Add ΔW to every adapted weight, in place: inference then costs what the base's costs.
+    """Add ΔW to every adapted weight, in place, so that inference costs no more than the base's.
 
-    The base weights are kept beside, for `unmerge`. Merging twice does nothing.
+    A copy of the base weights is kept for `unmerge`. A second call has no effect.
 
     Raises:
         ValueError: if the model has no VeRA layer, or a weight is quantised.
@@ -199,8 +218,8 @@ def merge(model: nn.Module) -> nn.Module:
     for name, layer in layers.items():
         if not is_dense(layer):
             raise ValueError(
-                f"{name}.weight is of type {layer.weight.dtype}: only a floating-point weight can "
-                "take up the adapter; load the base unquantised to merge"
+                f"{name}.weight is of type {layer.weight.dtype}: an adapter can only be merged "
+                "into a floating-point weight; load the base unquantised to merge"
             )
     for layer in layers.values():
         if layer.kept is not None:
@@ -217,7 +236,7 @@ def merge(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def unmerge(model: nn.Module) -> nn.Module:
-    """Put the base weights back, to the bit; does nothing where nothing is merged.
+    """Restore the base weights exactly, in place; layers that are not merged stay as they are.
 
     Raises:
         ValueError: if the model has no VeRA layer.
@@ -230,10 +249,10 @@ def unmerge(model: nn.Module) -> nn.Module:
 
 
 def strip(model: nn.Module) -> nn.Module:
-    """Turn the model back into a plain one, in place, with the weights it has now.
+    """Remove VeRA from the model, in place, and keep its current weights.
 
-    After `merge` these are the adapted weights, otherwise the base's. Parameters that were
-    frozen stay frozen.
+    After `merge` these are the adapted weights, otherwise the base's. Frozen parameters stay
+    frozen.
 
     Raises:
         ValueError: if the model has no VeRA layer.

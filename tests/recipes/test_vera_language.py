@@ -226,7 +226,7 @@ def test_checkpoint_of_a_quantised_model_holds_what_trains(quantised, method, tm
 
     other = quantised(method=method)
     other.configure_model()
-    with pytest.raises(ValueError, match="does not hold what trains here"):
+    with pytest.raises(ValueError, match="does not hold the parameters that train here"):
         other.on_load_checkpoint({"hyper_parameters": dict(module.hparams), "state_dict": {}})
 
 
