@@ -1,4 +1,4 @@
-"""Self-distillation (arXiv 2210.02871): further pre-training that stays near the original."""
+"""Self-distillation (arXiv 2210.02871): further pre-training regularised by a teacher."""
 
 from lightning_modules.self_distillation.adaptation_module import Adaptation
 from lightning_modules.self_distillation.distillation import (

@@ -1,4 +1,4 @@
-"""(Further) pre-training and self-distillation, of images and of text."""
+"""Trains (further) pre-training and self-distillation on images or text."""
 
 from typing import Any, Literal
 
@@ -36,38 +36,39 @@ class Adaptation(L.LightningModule):
 
         loss = λ · L_MAE(θ, φ) + L_Distill(θ; θ_0)        one backward for both
 
-    Without `distil` only the first term is there. With it the teacher has the weights of
-    `teacher_from`, and the student begins with `init_from`, which in the paper is the original
-    pre-trained model in every round. Its checkpoint is the next stage's `init_from`.
+    Without `distil` the loss has only the first term. With it, `teacher_from` gives the teacher's
+    weights and `init_from` the student's, which in the paper are those of the original pre-trained
+    model in every round. The next stage starts from this run's checkpoint by `init_from`.
 
     Args:
-        architecture: images: a timm ViT, with a new decoder beside it, or transformers' ViTMAE,
-            decoder included, as a hub name such as facebook/vit-mae-base or a folder. Text: a hub
-            name, a folder with config.json, or a model type such as "bert"; the tokenizer, whose
-            special tokens are never hidden, is the DataModule's.
+        architecture: images: a timm ViT, which gets a new decoder; or transformers' ViTMAE with its
+            decoder, as a hub name such as facebook/vit-mae-base or a folder. Text: a hub name, a
+            folder with config.json, or a model type such as "bert"; the tokenizer, whose special
+            tokens are never hidden, is the DataModule's.
         modality: "images" or "text".
         model_args: further arguments of the model or values of its configuration.
-        decoder_args: depth, width and heads of the decoder beside a timm ViT; MAE's by default.
+        decoder_args: depth, width and heads of a timm ViT's decoder; MAE's by default.
         mae_args: of L_MAE, see `MaskedImages` (ratio, masking, norm_pix) and `MaskedText` (ratio,
             as_mask, as_random).
-        mae_weight: λ; 0 leaves L_MAE out, and the decoder as it is.
-        distil: what ties the student to the teacher: "hidden", hidden states of clean inputs (the
-            paper); "predictions" of masked ones, or weights by the "l2" or "mars" norm (Table 3);
-            null for (further) pre-training.
-        match: which hidden states: "cls", "all" or "mean"; by default "cls" for images (the
-            released code) and "all" for text (App. C).
-        reduction: of an example's squared errors or divergences, "sum" or "mean".
-        supcon_temperature: τ of the supervised contrastive loss (Khosla et al., 2020), which then
-            takes the place of L_MAE (Table 5); null for none.
-        train: "all"; or "decoder", a new one for an encoder that came without, which is frozen.
-        pretrained: start from the weights of the architecture's name.
-        init_from: start from the weights of a checkpoint, state_dict or safetensors file, and
-            not from those of a name. Like pretrained and teacher_from not part of the checkpoint.
-        teacher_from: the teacher's weights: the checkpoint of the stage before.
-        lr: peak learning rate; it falls linearly to 0.
+        mae_weight: λ; 0 leaves L_MAE out, and the decoder is then frozen.
+        distil: what student and teacher are compared by: "hidden", hidden states of unmasked inputs
+            (the paper); "predictions" for masked inputs, or weights by the "l2" or "mars" norm
+            (Table 3); null for (further) pre-training.
+        match: the hidden states to compare: "cls", "all" or "mean"; null for "cls" on images (the
+            released code) and "all" on text (App. C).
+        reduction: of an example's squared differences or divergences, "sum" or "mean".
+        supcon_temperature: τ of the supervised contrastive loss (Khosla et al., 2020), which
+            replaces L_MAE (Table 5); null for none.
+        train: "all"; or "decoder", to train a new decoder on the frozen encoder.
+        pretrained: start from the weights of the architecture's name. Not saved in checkpoints.
+        init_from: start from the weights of a checkpoint, state_dict or safetensors file; replaces
+            `pretrained`. Not saved in checkpoints.
+        teacher_from: the teacher's weights: the previous stage's checkpoint. Not saved in
+            checkpoints.
+        lr: peak learning rate; it decreases linearly to 0.
         betas: of Adam.
         weight_decay: decoupled, per unit of learning rate; biases and norms do not decay.
-        warmup: of the learning rate: optimizer steps, or a share of all steps if below 1.
+        warmup: optimizer steps of warm-up, or a share of all steps if below 1.
 
     Raises:
         ValueError: for settings out of range, or if there is no loss.
@@ -95,7 +96,7 @@ class Adaptation(L.LightningModule):
         warmup: float = 0.0,
     ):
         super().__init__()
-        # where a run began is not what it is: loading it again must not download or need old files
+        # these say where a run started: loading its checkpoint must not download or need old files
         self.save_hyperparameters(ignore=["init_from", "pretrained", "teacher_from"])
         self.init_from, self.pretrained, self.teacher_from = init_from, pretrained, teacher_from
         if supcon_temperature is not None and (mae_weight or distil):
@@ -118,11 +119,11 @@ class Adaptation(L.LightningModule):
 
     @property
     def start(self) -> str:
-        """The fingerprint of the weights that this stage began with, see `tracking.fingerprint`."""
+        """The fingerprint of this run's initial weights, see `tracking.fingerprint`."""
         return self.tracker.start
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """What logs the distance, and with `distil` what gives the teacher."""
+        """The callback that logs the distance, and with `distil` FrozenTeacher."""
         from callbacks.frozen_teacher import FrozenTeacher
 
         return [self.tracker, *([FrozenTeacher()] if self.hparams["distil"] else [])]
@@ -144,10 +145,10 @@ class Adaptation(L.LightningModule):
             register_fsdp_forward_method(model, "encode")
 
     def build_teacher(self) -> nn.Module:
-        """θ_0, for the callback FrozenTeacher. Its decoder is used by "predictions" only.
+        """The teacher θ_0 for the callback FrozenTeacher; only "predictions" uses its decoder.
 
         Raises:
-            ValueError: if it is not said which weights it has, or they do not fit.
+            ValueError: if `teacher_from` is not given, or its weights do not fit.
         """
         if self.teacher_from is None:
             raise ValueError(
@@ -166,11 +167,11 @@ class Adaptation(L.LightningModule):
         return model
 
     def encoder_parameters(self) -> dict[str, nn.Parameter]:
-        """Those of f, the part that fine-tuning goes on with."""
+        """The parameters of the encoder f, which fine-tuning continues with, by name."""
         return dict(self.model.base_model.named_parameters())
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """λ · L_MAE + L_Distill, or the contrastive loss."""
+        """λ · L_MAE + L_Distill, or the supervised contrastive loss."""
         h: Any = self.hparams
         inputs, labels = split(batch)
         parts: dict[str, Tensor] = {}
@@ -217,7 +218,7 @@ class Adaptation(L.LightningModule):
         return weight_matching(self.model.base_model, self.teacher.base_model, h.distil)
 
     def _contrast(self, inputs: Any, labels: Tensor) -> Tensor:
-        """SupCon on two views: images and their mirror images; texts under two draws of dropout."""
+        """SupCon on two views: images and their mirror images, or texts with different dropout."""
         mirrored = inputs.flip(-1) if isinstance(inputs, Tensor) else inputs
         tokens = [self.model.encode(view)[:, 0] for view in (inputs, mirrored)]
         features = self.model.projection(torch.cat(tokens))
@@ -226,7 +227,7 @@ class Adaptation(L.LightningModule):
         )
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Add a batch to `val/mae`, with the same masks every time."""
+        """Add a batch to `val/mae`, with the same masks in every epoch."""
         inputs, labels = split(batch)
         inputs = rows_of(inputs, labels != IGNORED)
         count = int((labels != IGNORED).sum())
@@ -237,26 +238,26 @@ class Adaptation(L.LightningModule):
             self.mean_error.update(error, count)
 
     def on_validation_epoch_end(self) -> None:
-        """Report `val/mae` over the whole set."""
+        """Log `val/mae` over the full set."""
         self.log("val/mae", self.mean_error.compute(), prog_bar=True)
         self.mean_error.reset()
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW over what trains, its learning rate falling linearly (Table 9)."""
+        """AdamW over the trainable parameters, with a linearly decreasing rate (Table 9)."""
         h: Any = self.hparams
         groups = parameter_groups(self.model, h.weight_decay)
         optimizer = build_optimizer("adamw", groups, h.lr, tuple(h.betas))
         return with_schedule(optimizer, "linear", h.warmup, training_steps(self.trainer))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Write down what the stage began with."""
+        """Save the fingerprint of the initial weights."""
         checkpoint["start"] = self.start
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another model before its tensors are compared one by one.
+        """Refuse the checkpoint of another model before its tensors are loaded.
 
         Raises:
-            ValueError: naming what differs.
+            ValueError: naming the hyperparameter that differs.
         """
         identity = ("modality", "architecture", "model_args", "decoder_args")
         refuse_another_model(checkpoint, self.hparams, identity)
@@ -286,7 +287,14 @@ def make_objective(modality: Modality, mae_args: dict[str, Any]) -> Any:
 
 
 def freeze_what_no_loss_reaches(model: Any, h: Any) -> None:
-    """The encoder while a new decoder is fitted to it; a decoder that predicts nothing."""
+    """Freeze the encoder where only the decoder trains, and a decoder that no loss uses.
+
+    DDP fails where a trainable parameter gets no gradient.
+
+    Args:
+        model: with `base_model`, the encoder.
+        h: the hyperparameters of `Adaptation`.
+    """
     encoder = {id(parameter) for parameter in model.base_model.parameters()}
     no_prediction = h.mae_weight == 0 and h.distil != "predictions"
     for name, parameter in model.named_parameters():
@@ -299,14 +307,14 @@ def freeze_what_no_loss_reaches(model: Any, h: Any) -> None:
 
 
 def split(batch: Any) -> tuple[Any, Tensor]:
-    """Inputs and labels (B,): of (images, labels), or of a dict of text with its labels."""
+    """Inputs and labels (B,) of a batch: (images, labels), or a dict of text with "labels"."""
     if isinstance(batch, dict):
         return {name: one for name, one in batch.items() if name != "labels"}, batch["labels"]
     return batch[0], batch[1]
 
 
 def rows_of(inputs: Any, rows: Tensor) -> Any:
-    """Some examples of a batch's inputs."""
+    """The examples of a batch's inputs that `rows` (B,) selects."""
     if isinstance(inputs, dict):
         return {name: one[rows] for name, one in inputs.items()}
     return inputs[rows]

@@ -1,7 +1,7 @@
-"""What ties the student to the teacher: hidden states, or in ablations predictions or weights.
+"""Distillation losses: on hidden states, or for ablations on predictions or weights.
 
-Self-distillation (arXiv 2210.02871), Algorithm 1 and Table 3. Gradients reach the student only; all
-is computed in float32 also under autocast (float64 for float64).
+Self-distillation (arXiv 2210.02871), Algorithm 1 and Table 3. All are computed in float32 even
+under autocast (float64 inputs in float64), and only the student gets gradients.
 """
 
 from typing import Literal
@@ -25,16 +25,20 @@ def distillation(
     """L_Distill = mean over examples of ‖f_θ(x) − StopGrad f_θ0(x)‖², on the unmasked x.
 
     Args:
-        student: final hidden states (B, T, D), [CLS] first, patches or tokens in order.
-        teacher: the same of the teacher.
-        match: "cls", the first token, as the released code does; "all", every token; "mean", the
-            tokens' average. The last two leave padding out and count [CLS] as a token.
-        reduction: over an example's numbers (the released code's is "sum"); examples are averaged.
-        attention_mask: (B, T), 0 on padding; None for none. With padding on the left the first
-            token is the first that is none.
+        student: the student's final hidden states (B, T, D), [CLS] first, then patches or tokens.
+        teacher: the teacher's, of the same shape.
+        match: "cls", the first token that is no padding, as in the released code; "all", every
+            token; "mean", the average of the tokens. "all" and "mean" include [CLS] and leave
+            padding out.
+        reduction: of an example's squared differences (the released code has "sum"); the result is
+            averaged over examples.
+        attention_mask: (B, T), 0 on padding; None without padding.
+
+    Returns:
+        A scalar.
 
     Raises:
-        ValueError: for unknown settings, or shapes that differ.
+        ValueError: for an unknown match or reduction, or shapes that differ.
     """
     if match not in ("cls", "all", "mean"):
         raise ValueError(f"unknown match {match!r}: expected 'cls', 'all' or 'mean'")
@@ -47,21 +51,24 @@ def distillation(
         if match == "cls":
             tokens = tokens & (tokens.cumsum(1) == 1)
         difference = difference.masked_fill(~tokens[..., None], 0)
-        numbers = tokens.sum(1)
+        counts = tokens.sum(1)
         if match == "mean":
-            difference = difference.sum(1, keepdim=True) / numbers[:, None, None]
-            numbers = torch.ones_like(numbers)
+            difference = difference.sum(1, keepdim=True) / counts[:, None, None]
+            counts = torch.ones_like(counts)
         squares = difference.square().sum((1, 2))
-        return (squares if reduction == "sum" else squares / (numbers * student.shape[-1])).mean()
+        return (squares if reduction == "sum" else squares / (counts * student.shape[-1])).mean()
 
 
 def prediction_matching(student: Tensor, teacher: Tensor, reduction: Reduction = "sum") -> Tensor:
     """Table 3, images: mean over examples of ‖g∘f(x̂) − g_0∘f_0(x̂)‖², over every patch.
 
     Args:
-        student: predicted pixels (B, N, P) of a masked image.
+        student: the student's predicted pixels (B, N, P) of masked images.
         teacher: the teacher's, for the same mask.
-        reduction: over an example's numbers.
+        reduction: of an example's squared differences.
+
+    Returns:
+        A scalar.
 
     Raises:
         ValueError: for an unknown reduction, or shapes that differ.
@@ -83,25 +90,28 @@ def token_prediction_matching(
     The sum is over all positions of a text, hidden or not.
 
     Args:
-        student: logits (B, L, V) for a masked text.
+        student: the student's logits (B, L, V) for masked texts.
         teacher: the teacher's, for the same mask.
-        attention_mask: (B, L), 0 on padding, which is left out; None for none.
-        reduction: "mean" divides by the number of an example's positions too.
+        attention_mask: (B, L), 0 on padding, which is left out; None without padding.
+        reduction: "mean" also divides by the number of an example's positions.
+
+    Returns:
+        A scalar.
 
     Raises:
         ValueError: for an unknown reduction, or shapes that differ.
     """
     _check(student, teacher, reduction)
     with torch.autocast(student.device.type, enabled=False):
-        ours = _precise(student).log_softmax(-1)
-        theirs = _precise(teacher.detach()).log_softmax(-1)
-        divergences = (theirs.exp() * (theirs - ours)).sum(-1)
-        numbers = torch.full_like(divergences[:, 0], divergences.shape[1])
+        log_q = _precise(student).log_softmax(-1)
+        log_p = _precise(teacher.detach()).log_softmax(-1)
+        divergences = (log_p.exp() * (log_p - log_q)).sum(-1)
+        counts = torch.full_like(divergences[:, 0], divergences.shape[1])
         if attention_mask is not None:
             divergences = divergences.masked_fill(attention_mask == 0, 0)
-            numbers = attention_mask.sum(1)
+            counts = attention_mask.sum(1)
         sums = divergences.sum(1)
-        return (sums if reduction == "sum" else sums / numbers).mean()
+        return (sums if reduction == "sum" else sums / counts).mean()
 
 
 def weight_matching(
@@ -113,9 +123,12 @@ def weight_matching(
         mars:  Σ over linear and convolutional layers of max_j Σ_i |W_ji − U_ji|
 
     Args:
-        student: the encoder.
-        teacher: the teacher's, of the same architecture.
+        student: the student's encoder.
+        teacher: the teacher's encoder, of the same architecture.
         norm: "l2" or "mars".
+
+    Returns:
+        A scalar.
 
     Raises:
         ValueError: for another norm, or parameters that differ in name or shape.

@@ -1,4 +1,4 @@
-"""Fine-tuning after adaptation, plain or by a baseline, of images and of text."""
+"""Fine-tunes a classifier of images or text, plainly or by a baseline method."""
 
 from typing import Any, Literal
 
@@ -39,29 +39,29 @@ Method = Literal["plain", "linear", "recadam", "mars", "r3f"]
 
 
 class Finetuning(L.LightningModule):
-    """Classification with a new head on the encoder of `init_from`, plain or by a baseline.
+    """Classification with a new head on a pre-trained encoder.
 
     Args:
-        num_classes: outputs of the head: for images on the [CLS] token after the final norm. BERT's
-            pooler counts as part of the head: masked language models have none.
+        num_classes: outputs of the head. It classifies the [CLS] token after the final norm of a
+            ViT; BERT's pooler counts as part of the head, because masked language models have none.
         architecture: images: a timm ViT. Text: a hub name, a folder with config.json, or a model
             type such as "bert".
         modality: "images" or "text".
-        model_args: further arguments of the model or values of its configuration; dropout.
-        method: "plain", cross-entropy with AdamW; "linear", of the head alone on the frozen
-            encoder; "recadam", "mars" or "r3f".
+        model_args: further arguments of the model or values of its configuration, such as dropout.
+        method: "plain", cross-entropy with AdamW; "linear", the same for the head alone on the
+            frozen encoder; or a baseline, "recadam", "mars" or "r3f".
         method_args: recadam: anneal_k, anneal_t0 and pretrain_cof, see `RecAdam`. mars: radius, see
             `mars_project`. r3f: weight λ, epsilon and noise, see `r3f`.
-        pretrained: start from the weights of the architecture's name.
-        init_from: start from the encoder in a checkpoint, state_dict or safetensors file, and not
-            from those of a name. Like pretrained not part of the checkpoint.
-        lr: peak learning rate; it falls linearly to 0.
+        pretrained: start from the weights of the architecture's name. Not saved in checkpoints.
+        init_from: start from the encoder in a checkpoint, state_dict or safetensors file; replaces
+            `pretrained`. Not saved in checkpoints.
+        lr: peak learning rate; it decreases linearly to 0.
         betas: of Adam.
         weight_decay: decoupled, per unit of learning rate; biases and norms do not decay.
-        warmup: of the learning rate: optimizer steps, or a share of all steps if below 1.
+        warmup: optimizer steps of warm-up, or a share of all steps if below 1.
 
     Raises:
-        ValueError: for a method_args that the method does not have.
+        ValueError: for an unknown method, or method_args that the method does not have.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class Finetuning(L.LightningModule):
         warmup: float = 0.0,
     ):
         super().__init__()
-        # where a run began is not what it is: loading it again must not download or need old files
+        # these say where a run started: loading its checkpoint must not download or need old files
         self.save_hyperparameters(ignore=["init_from", "pretrained"])
         self.init_from, self.pretrained = init_from, pretrained
         self.method_args = checked(method, method_args or {})
         self.model: Any = None
-        self.centres: dict[str, Tensor] = {}  # MARS's start
+        self.centres: dict[str, Tensor] = {}  # of MARS's balls, see mars_start
         self.tracker = TrackDistance()
         self.mean_loss = MeanMetric()
         self.scores = MetricCollection(
@@ -98,11 +98,11 @@ class Finetuning(L.LightningModule):
 
     @property
     def start(self) -> str:
-        """The fingerprint of the weights that this stage began with, see `tracking.fingerprint`."""
+        """The fingerprint of this run's initial weights, see `tracking.fingerprint`."""
         return self.tracker.start
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """What logs the distance."""
+        """The callback that logs the distance from the initial weights."""
         return [self.tracker]
 
     def configure_model(self) -> None:
@@ -134,7 +134,7 @@ class Finetuning(L.LightningModule):
 
     @property
     def heads(self) -> list[str]:
-        """The modules that are new: timm's head; of text all beside the encoder, and the pooler."""
+        """Names of the new modules: timm's head; for text all but the encoder, and the pooler."""
         base = getattr(self.model, "base_model_prefix", None)
         if base is None:
             return ["head"]
@@ -143,17 +143,17 @@ class Finetuning(L.LightningModule):
         return [name for name in names if head_parameters(self.model, name)]
 
     def encoder_parameters(self) -> dict[str, nn.Parameter]:
-        """All but the heads'."""
+        """The parameters outside the heads, by name."""
         new = tuple(f"{head}." for head in self.heads)
         return {n: p for n, p in self.model.named_parameters() if not n.startswith(new)}
 
     def forward(self, inputs: Any) -> Tensor:
-        """Logits (B, C)."""
+        """Logits (B, C) for images (B, 3, H, W) or a dict of text."""
         output = self.model(**inputs) if isinstance(inputs, dict) else self.model(inputs)
         return getattr(output, "logits", output)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Cross-entropy, and with R3F its divergence besides.
+        """Cross-entropy, and with R3F its divergence in addition.
 
         R3F's noise is below the rounding of half precision, so both of its passes are in float32.
         """
@@ -171,11 +171,11 @@ class Finetuning(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW, or RecAdam; the learning rate falls linearly (Table 9).
+        """AdamW or RecAdam, with a linearly decreasing learning rate (Table 9).
 
         Raises:
-            ValueError: before the first step, if RecAdam would diverge, or has become plain Adam
-                before the warm-up of the learning rate ends.
+            ValueError: if RecAdam would diverge at some step, or would be mostly plain Adam before
+                the warm-up of the learning rate ends.
         """
         h: Any = self.hparams
         groups = parameter_groups(self.model, h.weight_decay)
@@ -193,7 +193,7 @@ class Finetuning(L.LightningModule):
         """RecAdam, with plain Adam for the heads.
 
         Args:
-            groups: of `parameter_groups`.
+            groups: from `parameter_groups`.
         """
         h: Any = self.hparams
         new = {
@@ -208,18 +208,18 @@ class Finetuning(L.LightningModule):
         return RecAdam(divided, h.lr, tuple(h.betas), **self.method_args)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """A step, and with MARS the projection, before anything can save the weights."""
+        """A step, followed for MARS by the projection, before the weights can be saved."""
         super().optimizer_step(*args, **kwargs)
         if self.hparams["method"] == "mars":
             mars_project(self.model, self.centres, **self.method_args)
 
     def on_train_start(self) -> None:
-        """Bring MARS's start to where the weights are, sharded as they are."""
+        """Move MARS's centres to the parameters' devices and shards."""
         parameters = dict(self.model.named_parameters())
         self.centres = {name: laid_out(c, parameters[name]) for name, c in self.centres.items()}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Write down what the stage began with; a resumed run's weights are not MARS's start."""
+        """Save the initial weights' fingerprint, and MARS's centres for resumed runs."""
         checkpoint["start"] = self.start
         checkpoint["mars_start"] = {
             name: (centre.full_tensor() if isinstance(centre, DTensor) else centre).cpu()
@@ -227,10 +227,10 @@ class Finetuning(L.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another model; take over what the stage began with.
+        """Refuse the checkpoint of another model; restore the fingerprint and MARS's centres.
 
         Raises:
-            ValueError: naming what differs.
+            ValueError: naming the hyperparameter that differs.
         """
         identity = ("modality", "architecture", "model_args", "num_classes", "method")
         refuse_another_model(checkpoint, self.hparams, identity)
@@ -255,13 +255,14 @@ class Finetuning(L.LightningModule):
             self.confusion.update(logits, labels)
 
     def on_validation_epoch_end(self) -> None:
-        """Report `val/loss`, `val/accuracy` (which is micro F1), `val/f1` (macro) and, where a
-        collapsed classifier shows, `val/classes_predicted`.
+        """Log `val/loss`, `val/accuracy` (micro F1), `val/f1` (macro) and `val/classes_predicted`.
+
+        The last one shows a classifier that has collapsed to one class.
         """
         self._report("val")
 
     def on_test_epoch_end(self) -> None:
-        """Report the same of the test part."""
+        """Log the same under `test/`."""
         self._report("test")
 
     def _report(self, stage: str) -> None:
@@ -288,10 +289,10 @@ METHOD_ARGS = {
 
 
 def checked(method: Method, settings: dict[str, Any]) -> dict[str, Any]:
-    """A method's settings, none of which is another method's.
+    """A method's settings, after checking that the method has them.
 
     Raises:
-        ValueError: naming what it does not have.
+        ValueError: for an unknown method, or naming a setting that it does not have.
     """
     if method not in METHOD_ARGS:
         raise ValueError(f"method is {method!r}: expected {', '.join(METHOD_ARGS)}")
@@ -304,5 +305,5 @@ def checked(method: Method, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def head_parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
-    """The parameters below a dotted name; none if nothing is there."""
+    """The parameters of the module with a dotted name; none if there is no such module."""
     return [p for n, p in model.named_parameters() if n.startswith(f"{name}.")]

@@ -1,12 +1,12 @@
-"""MAE weights in the formats in use, and from one to another.
+"""Converts MAE weights between the formats in use.
 
-- original: what MAE's authors publish, `blocks.0.attn.qkv.weight`, `decoder_blocks.0…`; timm's ViT
-  is its part without decoder.
+- original: as MAE's authors publish them, `blocks.0.attn.qkv.weight`, `decoder_blocks.0…`; timm's
+  ViT has the same names, without the decoder.
 - vitmae: transformers' ViTMAEForPreTraining, `vit.layers.0.attention.q_proj.weight`,
-  `decoder.decoder_layers.0…`, also under the names it has on disk and had before version 5.
-- MaskedAutoencoder's own: `encoder.…` (timm's names or transformers'), `decoder.…` (transformers').
+  `decoder.decoder_layers.0…`, and also its names on disk and before version 5.
+- MaskedAutoencoder: `encoder.…` (timm's or transformers' names), `decoder.…` (transformers').
 
-Everything goes by way of the original.
+Every conversion passes through the original format.
 """
 
 import logging
@@ -30,7 +30,7 @@ from lightning_modules.weights import LoadReport, read_state_dict
 
 log = logging.getLogger(__name__)
 
-# From any format to the original one, applied in order to every name.
+# from the names of any format to the original ones, applied in order
 TO_ORIGINAL = [
     (r"^(model\.)?vit\.", ""),
     (r"^encoder\.layer\.", "blocks."),
@@ -50,7 +50,7 @@ TO_ORIGINAL = [
     (r"\.layernorm_before\.", ".norm1."),
     (r"\.layernorm_after\.", ".norm2."),
 ]
-# From the original to transformers', for what follows "vit." or "decoder.".
+# from the original names to transformers', without their prefix "vit." or "decoder."
 TO_VITMAE = [
     (r"^cls_token", "embeddings.cls_token"),
     (r"^pos_embed", "embeddings.position_embeddings"),
@@ -66,7 +66,7 @@ TO_VITMAE = [
 
 
 def to_original(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state_dict of any of the formats under the original names, q, k and v in one tensor."""
+    """A state_dict of any format under the original names, with q, k and v in one tensor."""
     renamed = {_rename(name, TO_ORIGINAL): value for name, value in state.items()}
     original = {}
     for name, value in renamed.items():
@@ -79,12 +79,12 @@ def to_original(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def to_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The encoder in a state_dict of any of the formats, under timm's names."""
+    """The encoder's part of a state_dict of any format, under timm's names."""
     return {name: value for name, value in to_original(state).items() if not in_decoder(name)}
 
 
 def to_vitmae(original: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Original names to those of transformers' ViTMAEForPreTraining (version 5)."""
+    """An original state_dict under the names of transformers' ViTMAEForPreTraining (version 5)."""
     state: dict[str, Tensor] = {}
     for name, value in original.items():
         prefix = "decoder." if in_decoder(name) else "vit."
@@ -97,27 +97,27 @@ def to_vitmae(original: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def from_transformers(model: ViTMAEForPreTraining) -> MaskedAutoencoder:
-    """The encoder and decoder of transformers' model, shared with it and not copied.
+    """A MaskedAutoencoder that shares encoder and decoder with a transformers model.
 
-    In a model that is built from a config, transformers 5 leaves the frozen positions at zero;
-    they are set to MAE's.
+    transformers 5 leaves the frozen positions of a model built from a config at zero; they are set
+    to MAE's.
     """
     encoder, decoder = model.vit, model.decoder
     grid = geometry(encoder)[0] // geometry(encoder)[1]
     for positions in (encoder.embeddings.position_embeddings, decoder.decoder_pos_embed):
         if positions.device.type != "meta" and not positions.any():
-            log.warning("positions (%s) were all zero: set to MAE's sines", positions.shape[-1])
+            log.warning("positions (%s) were all zero: set to MAE's", positions.shape[-1])
             with torch.no_grad():
                 positions.copy_(sincos_positions(grid, positions.shape[-1]))
     return MaskedAutoencoder(encoder, decoder)
 
 
 def to_transformers(model: MaskedAutoencoder, norm_pix: bool = True) -> ViTMAEForPreTraining:
-    """A plain transformers model with the weights of an autoencoder; the inverse of the above.
+    """A plain transformers model with a copy of an autoencoder's weights.
 
     Args:
-        model: its encoder may be timm's.
-        norm_pix: what its config says of the decoder's target.
+        model: an autoencoder with timm's or transformers' encoder.
+        norm_pix: `norm_pix_loss` of the configuration: the decoder predicts normalised pixels.
     """
     state = to_vitmae(to_original(model.state_dict()))
     encoder, decoder = model.encoder, model.decoder
@@ -149,7 +149,7 @@ def to_transformers(model: MaskedAutoencoder, norm_pix: bool = True) -> ViTMAEFo
 
 
 def in_decoder(name: str) -> bool:
-    """Whether an original name is of the decoder."""
+    """Whether an original name belongs to the decoder."""
     return name.startswith("decoder_") or name == "mask_token"
 
 
@@ -159,20 +159,20 @@ def load_mae(
     fresh_decoder: bool = False,
     state: dict[str, Tensor] | None = None,
 ) -> LoadReport:
-    """Load an autoencoder from a checkpoint of any of the formats, completely, and log it.
+    """Load an autoencoder's weights from a checkpoint of any format, and log the report.
 
     Positions of another image size are interpolated (bicubic, in the encoder and the decoder).
 
     Args:
         model: receives the weights, in place.
         source: see `weights.read_state_dict`.
-        fresh_decoder: leave the decoder as it is, whether or not the checkpoint has one.
-        state: what is in the source, where it has been read.
+        fresh_decoder: do not load the decoder, whether or not the checkpoint has one.
+        state: the source's tensors, if they have been read already.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if the checkpoint has no decoder and needs one, or weights are missing or have
-            other shapes.
+        ValueError: if the checkpoint lacks a decoder that is to be loaded, or weights are missing
+            or have other shapes.
     """
     original = to_original(read_state_dict(source) if state is None else state)
     if fresh_decoder:
@@ -183,7 +183,7 @@ def load_mae(
 
 
 def without_decoder(source: str | Path) -> ValueError:
-    """The error of weights that cannot predict pixels."""
+    """The error for weights without a decoder."""
     return ValueError(
         f"{source} has no decoder, so it cannot predict pixels: give a pre-training checkpoint "
         "with its decoder, such as facebook/vit-mae-base, or fit a new one to it first, a "
@@ -193,9 +193,9 @@ def without_decoder(source: str | Path) -> ValueError:
 
 
 def load_encoder(encoder: nn.Module, source: str | Path) -> LoadReport:
-    """Load an encoder from a checkpoint of any of the formats, and log it.
+    """Load an encoder's weights from a checkpoint of any format, and log the report.
 
-    Positions of another image size are interpolated (bicubic). The decoder is dropped.
+    Positions of another image size are interpolated (bicubic). The decoder is left out.
 
     Args:
         encoder: a timm ViT, with or without a head, or transformers' ViTMAEModel; a head that the
@@ -238,13 +238,13 @@ def _load(
     unexpected = sorted(state.keys() - own.keys())
     report = LoadReport(sorted(loaded), missing, unexpected, [], sorted(resampled))
     model.load_state_dict({**own, **loaded})
-    said = logging.WARNING if missing or unexpected or resampled else logging.INFO
-    log.log(said, "init_from %s: %s", source, report)
+    level = logging.WARNING if missing or unexpected or resampled else logging.INFO
+    log.log(level, "init_from %s: %s", source, report)
     return report
 
 
 def _as_named_in(model: Any, original: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Original names to those of a MaskedAutoencoder, a ViTMAEModel or a timm ViT."""
+    """An original state_dict under the names of a MaskedAutoencoder, ViTMAEModel or timm ViT."""
     if not isinstance(model, MaskedAutoencoder):
         if not isinstance(model, ViTMAEModel):
             return dict(original)
@@ -256,7 +256,7 @@ def _as_named_in(model: Any, original: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _resample(positions: Tensor, tokens: int) -> Tensor:
-    """Positions (1, 1 + N, D) for another square of patches."""
+    """Positions (1, 1 + N, D) for `tokens` tokens; unchanged if a grid is not square."""
     side = math.isqrt(tokens - 1)
     if side**2 != tokens - 1 or math.isqrt(positions.shape[1] - 1) ** 2 != positions.shape[1] - 1:
         return positions

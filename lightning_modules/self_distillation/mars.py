@@ -1,7 +1,7 @@
-"""MARS: weights that may not leave a ball around the pre-trained ones.
+"""MARS: keeps each layer's weights within a ball around the pre-trained ones.
 
 Gouk et al., Distance-Based Regularisation of Deep Networks (arXiv 2002.08253). The ball is that of
-the maximum absolute row sum, max_j Σ_i |W_ji − U_ji| ≤ γ.
+the maximum absolute row sum norm, max_j Σ_i |W_ji − U_ji| ≤ γ.
 """
 
 from collections.abc import Collection
@@ -12,14 +12,14 @@ from transformers.pytorch_utils import Conv1D
 
 
 def constrained(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The weights that MARS constrains: of linear and convolutional layers; biases are free.
+    """The weights that MARS constrains: those of linear and convolutional layers, not biases.
 
     Returns:
-        By parameter name, the dimensions that make up a row: an output's inputs.
+        By parameter name, the dimensions of the weight that form a row (the inputs of an output).
     """
     rows: dict[str, tuple[int, ...]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, Conv1D):  # GPT-2's, which is stored as (inputs, outputs)
+        if isinstance(module, Conv1D):  # GPT-2's, whose weight is (inputs, outputs)
             dims: tuple[int, ...] = (0,)
         elif isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
             dims = tuple(range(1, module.weight.ndim))
@@ -31,14 +31,17 @@ def constrained(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def mars_start(model: nn.Module, heads: Collection[str] = ()) -> dict[str, Tensor]:
-    """The centres w0 of the balls: copies of the weights, zeros for new heads.
+    """The centres w0 of the balls: copies of the constrained weights, zeros for new heads.
 
     Args:
         model: with its pre-trained weights.
-        heads: names of the modules that are new.
+        heads: names of the new modules.
+
+    Returns:
+        The centres by parameter name.
 
     Raises:
-        ValueError: if a head has no such weight.
+        ValueError: if a head has no constrained weight.
     """
     parameters = dict(model.named_parameters())
     start = {name: parameters[name].detach().clone() for name in constrained(model)}
@@ -56,10 +59,10 @@ def mars_start(model: nn.Module, heads: Collection[str] = ()) -> dict[str, Tenso
 
 @torch.no_grad()
 def mars_project(model: nn.Module, start: dict[str, Tensor], radius: float = 4.0) -> nn.Module:
-    """Pull every row back into its ball, in place; call it after each optimizer step.
+    """Project every row into its ball, in place; to be called after each optimizer step.
 
-    w_j ← w0_j + d / max(1, ‖d‖₁ / γ) with d = w_j − w0_j: rows inside stay as they are, to the
-    bit. For a convolution ‖d‖₁ sums over in × kernel.
+    w_j ← w0_j + d / max(1, ‖d‖₁ / γ) with d = w_j − w0_j. Rows within the ball do not change by a
+    bit. For a convolution ‖d‖₁ is summed over input channels and kernel.
 
     Args:
         model: the model in training.
@@ -93,5 +96,5 @@ def mars_project(model: nn.Module, start: dict[str, Tensor], radius: float = 4.0
 
 
 def largest_row(change: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """The MARS norm of one layer: max_j Σ_i |change_ji|, with dims those of i."""
+    """The MARS norm of a layer's change: max_j Σ_i |change_ji|, with i along `dims`."""
     return change.abs().sum(dims).max()

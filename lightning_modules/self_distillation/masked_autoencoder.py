@@ -1,9 +1,9 @@
-"""A vision encoder that sees some of the patches, and a decoder that predicts the pixels of all.
+"""MAE (arXiv 2111.06377): an encoder of the visible patches and a decoder of all patches' pixels.
 
-MAE (arXiv 2111.06377). The encoder is a timm ViT or transformers' ViTMAEModel, the decoder
-transformers' ViTMAEDecoder, as they are. Only the path between them is here, since it needs what
-neither library has: a mask that is given, images with different numbers of visible patches, and
-clean features with the patches in their order.
+The encoder is an unchanged timm ViT or transformers' ViTMAEModel, the decoder transformers'
+ViTMAEDecoder. Only the path between them is written here, because neither library accepts a given
+mask or images with different numbers of visible patches, or returns the features of full images
+with their patches in order.
 """
 
 import math
@@ -17,15 +17,15 @@ from transformers.models.vit_mae.modeling_vit_mae import ViTMAEDecoder
 
 
 class MaskedAutoencoder(nn.Module):
-    """f (encoder) and g (decoder) of the paper.
+    """The encoder f and the decoder g of self-distillation (arXiv 2210.02871) on images.
 
-    The paper's x̂ replaces hidden patches by a mask token; MAE's, and the released code's, leaves
-    them out of the encoder and puts mask tokens into the decoder's input.
+    In the paper's x̂ a mask token replaces each hidden patch. MAE and the released code instead
+    leave hidden patches out of the encoder's input and put mask tokens into the decoder's.
 
     Args:
-        encoder: a timm ViT with a [CLS] token and its final norm, or transformers' ViTMAEModel.
-            Its positions are frozen, as MAE's are; a classifier that it may have is not used.
-        decoder: transformers' ViTMAEDecoder, of the encoder's width and patches; see `mae_decoder`.
+        encoder: a timm ViT with a [CLS] token and a final norm, or transformers' ViTMAEModel. Its
+            positions are frozen, as in MAE; a classifier on it is not used.
+        decoder: transformers' ViTMAEDecoder for the encoder's width and patches; see `mae_decoder`.
 
     Raises:
         ValueError: if the encoder is neither, or the decoder does not fit it.
@@ -38,7 +38,7 @@ class MaskedAutoencoder(nn.Module):
         super().__init__()
         self.encoder, self.decoder = encoder, decoder
         self.image_size, self.patch_size, self.width = geometry(encoder)
-        if not isinstance(encoder, ViTMAEModel):  # whose positions are frozen already
+        if not isinstance(encoder, ViTMAEModel):  # transformers has frozen its positions
             self.encoder.pos_embed.requires_grad_(False)
         width, positions = self.decoder.decoder_embed.in_features, self.decoder.decoder_pos_embed
         if (width, positions.shape[1]) != (self.width, self.patches + 1):
@@ -55,13 +55,13 @@ class MaskedAutoencoder(nn.Module):
 
     @property
     def base_model(self) -> nn.Module:
-        """The encoder, by the name that transformers gives to a model below its head."""
+        """The encoder, under transformers' name for a model without its head."""
         return self.encoder
 
     def encode(self, images: Tensor) -> Tensor:
-        """The final hidden states f(x) of clean images, [CLS] first, then patches row by row.
+        """The final hidden states f(x) of unmasked images, [CLS] first, then patches row by row.
 
-        No patch is shuffled, unlike transformers' ViTMAEModel with mask_ratio 0.
+        transformers' ViTMAEModel with mask_ratio 0 would return the patches in random order.
 
         Args:
             images: (B, C, H, W).
@@ -74,13 +74,13 @@ class MaskedAutoencoder(nn.Module):
     def forward(self, images: Tensor, mask: Tensor) -> Tensor:
         """Predicted pixels g(f(x̂)) of every patch.
 
-        Images may have different numbers of visible patches. The shorter ones are then filled up
-        and what fills them is kept out of the attention, so that an image gets what it would get
-        alone.
+        Images may have different numbers of visible patches. The shorter sequences are then padded,
+        and the padding is masked in the attention, so that the result for an image does not depend
+        on the other images of the batch.
 
         Args:
             images: (B, C, H, W).
-            mask: (B, N), True where hidden.
+            mask: (B, N), True for hidden patches.
 
         Returns:
             (B, N, patch_size² · C).
@@ -88,13 +88,13 @@ class MaskedAutoencoder(nn.Module):
         tokens = self._embed(images)
         numbers = (~mask).sum(1)
         longest = int(numbers.max())
-        order = mask.int().argsort(dim=1, stable=True)  # visible ones first
+        order = mask.int().argsort(dim=1, stable=True)  # visible patches first
         visible = _pick(tokens[:, 1:], order[:, :longest])
         bias = None
         if int(numbers.min()) < longest:
-            filling = torch.arange(longest + 1, device=mask.device) > numbers[:, None]
-            bias = torch.zeros(filling.shape, device=mask.device, dtype=tokens.dtype)
-            bias = bias.masked_fill(filling, -math.inf)[:, None, None]
+            padding = torch.arange(longest + 1, device=mask.device) > numbers[:, None]
+            bias = torch.zeros(padding.shape, device=mask.device, dtype=tokens.dtype)
+            bias = bias.masked_fill(padding, -math.inf)[:, None, None]
         latent = self._transform(torch.cat([tokens[:, :1], visible], 1), bias)
         return self._decode(latent, order, mask)
 
@@ -131,8 +131,8 @@ class MaskedAutoencoder(nn.Module):
         tokens = decoder.decoder_embed(latent)
         hidden = decoder.mask_token.expand(*mask.shape, -1)
         patches = torch.cat([tokens[:, 1:], hidden[:, tokens.shape[1] - 1 :]], 1)
-        patches = _pick(patches, order.argsort(1))  # back in order
-        patches = torch.where(mask[..., None], hidden, patches)  # what filled up goes too
+        patches = _pick(patches, order.argsort(1))  # back in the images' order
+        patches = torch.where(mask[..., None], hidden, patches)  # replaces the padding, too
         tokens = torch.cat([tokens[:, :1], patches], 1) + decoder.decoder_pos_embed
         for block in decoder.decoder_layers:
             tokens = block(tokens)
@@ -173,13 +173,13 @@ def geometry(encoder: Any) -> tuple[int, int, int]:
 def mae_decoder(
     encoder: nn.Module, depth: int = 8, width: int = 512, heads: int = 16, channels: int = 3
 ) -> ViTMAEDecoder:
-    """A new decoder for an encoder, initialised as MAE's; the defaults are MAE's for ViT-B.
+    """A new decoder for an encoder, initialised as in MAE; the defaults are MAE's for ViT-B.
 
     Args:
         encoder: see MaskedAutoencoder.
-        depth: blocks.
-        width: of its tokens.
-        heads: of its attention.
+        depth: number of blocks.
+        width: features of a token.
+        heads: number of attention heads.
         channels: of the images.
     """
     image_size, patch_size, hidden = geometry(encoder)
@@ -194,7 +194,7 @@ def mae_decoder(
         decoder_intermediate_size=4 * width,
         layer_norm_eps=1e-6,
     )
-    config._attn_implementation = "sdpa"  # only a whole transformers model chooses by itself
+    config._attn_implementation = "sdpa"  # transformers chooses it for complete models only
     decoder = ViTMAEDecoder(config, (image_size // patch_size) ** 2)
     for module in decoder.modules():
         if isinstance(module, nn.Linear):
@@ -207,13 +207,13 @@ def mae_decoder(
 
 
 def sincos_positions(grid: int, width: int) -> Tensor:
-    """MAE's fixed positions: sines and cosines of the column, then of the row; zero for [CLS].
+    """MAE's fixed position embeddings: sines and cosines of column and row, zero for [CLS].
 
     Frequencies are 10000^(−j / (width / 4)).
 
     Args:
-        grid: patches in a row.
-        width: D.
+        grid: number of patches in a row.
+        width: number of features D.
 
     Returns:
         (1, 1 + grid², width).

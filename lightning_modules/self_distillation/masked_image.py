@@ -1,7 +1,7 @@
-"""The masked objective on images: which patches are hidden, and how far their pixels are missed.
+"""L_MAE on images: the masking of patches, and the error of their predicted pixels.
 
-Self-distillation (arXiv 2210.02871), Eq. 2 and Appendix C, with the Gaussian likelihood of
-MAE (arXiv 2111.06377): the squared error of the hidden patches' pixels.
+Self-distillation (arXiv 2210.02871), Eq. 2 and Appendix C, with a Gaussian likelihood as in MAE
+(arXiv 2111.06377): the squared error of the hidden patches' pixels.
 """
 
 import math
@@ -21,22 +21,22 @@ def mask_patches(
     generator: torch.Generator | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Which patches are hidden, for each image independently.
+    """Draw the patches to hide, for each image independently.
 
     "exact" keeps ⌊N·(1 − γ)⌋ patches of every image, as MAE and the released code do: 49 of 196 at
-    γ = 0.75. "bernoulli" hides each patch with probability γ, z_k ~ Bernoulli(γ), as Eq. 2 does:
-    numbers differ between images, and an image may lose none or all of its patches.
+    γ = 0.75. "bernoulli" hides each patch with probability γ, z_k ~ Bernoulli(γ), as in Eq. 2: the
+    number differs between images, and may be none or all of an image's patches.
 
     Args:
         batch: number of images B.
         patches: patches of an image N.
         ratio: γ.
         masking: "exact" or "bernoulli".
-        generator: source of randomness, on `device`; torch's own if None.
+        generator: random numbers, on `device`; torch's default generator if None.
         device: of the result.
 
     Returns:
-        (B, N), True where hidden.
+        (B, N), True for hidden patches.
 
     Raises:
         ValueError: for an unknown masking, or a ratio that hides nothing or everything.
@@ -48,7 +48,7 @@ def mask_patches(
     noise = torch.rand(batch, patches, generator=generator, device=device)
     if masking == "bernoulli":
         return noise < ratio
-    # 10 · (1 − 0.9) is a little less than 1 in floating point, but keeps one patch
+    # 1e-9: 10 · (1 − 0.9) is slightly below 1 in floating point, but has to keep one patch
     kept = math.floor(patches * (1 - ratio) + 1e-9)
     if not 0 < kept < patches:
         left = "visible" if kept == 0 else "hidden"
@@ -72,18 +72,18 @@ def pixel_loss(
 ) -> Tensor:
     """Eq. 2 for images: L_MAE = mean over images of 1/Z Σ_k z_k · MSE(prediction_k, pixels_k).
 
-    Z is the number of an image's hidden patches; an image with none is left out. With equal
-    numbers ("exact") this is the mean over all hidden patches, as MAE has it. Computed in float32
-    also under autocast (float64 for float64).
+    Z is the number of an image's hidden patches; an image with none is left out. With equal numbers
+    ("exact") this is the mean over all hidden patches, as in MAE. Computed in float32 even under
+    autocast (float64 images in float64).
 
     Args:
         prediction: (B, N, patch_size² · C).
         images: (B, C, H, W), normalised.
-        mask: (B, N), True where hidden.
+        mask: (B, N), True for hidden patches.
         patch_size: side of a patch, in pixels.
-        norm_pix: the target is each patch less its mean, over its standard deviation (unbiased,
-            ε 1e-6). True for checkpoints of MAE's norm-pixel decoders, False for raw-pixel ones
-            (those made for showing pictures, "mae_visualize").
+        norm_pix: normalise each target patch by its mean and standard deviation (unbiased, ε 1e-6).
+            True for checkpoints with MAE's norm-pixel decoder, False for those with its raw-pixel
+            decoder ("mae_visualize").
 
     Returns:
         A scalar; zero, with zero gradients, if no patch is hidden.
@@ -95,15 +95,15 @@ def pixel_loss(
             target = (target - mean) / (variance + 1e-6).sqrt()
         errors = (_precise(prediction) - target).square().mean(-1)
         hidden = mask.to(errors.dtype)
-        numbers = hidden.sum(1)
-        for_each_image = (errors * hidden).sum(1) / numbers.clamp(min=1)
-        return for_each_image.sum() / (numbers > 0).sum().clamp(min=1)
+        counts = hidden.sum(1)
+        by_image = (errors * hidden).sum(1) / counts.clamp(min=1)
+        return by_image.sum() / (counts > 0).sum().clamp(min=1)
 
 
 def masked_autoencoding(
     model: nn.Module, images: Tensor, mask: Tensor, norm_pix: bool = True
 ) -> Tensor:
-    """L_MAE of a batch: hide patches, predict their pixels, measure.
+    """L_MAE of a batch, a scalar; see `pixel_loss`.
 
     Args:
         model: a MaskedAutoencoder.

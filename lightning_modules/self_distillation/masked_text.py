@@ -1,4 +1,4 @@
-"""The masked objective on text: which tokens are hidden, and how likely the model finds them.
+"""L_MAE on text: the masking of tokens, and the cross-entropy of their predictions.
 
 Self-distillation (arXiv 2210.02871), Eq. 2 and Appendix C; the 80/10/10 scheme is BERT's
 (arXiv 1810.04805) and RoBERTa's.
@@ -25,29 +25,30 @@ def mask_tokens(
     as_random: float = 0.1,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Hide each token with probability γ, z_k ~ Bernoulli(γ), special ones and padding never.
+    """Hide each token with probability γ, z_k ~ Bernoulli(γ), but no special token or padding.
 
-    Of the hidden tokens a share `as_mask` becomes the mask token, `as_random` an ordinary token
-    drawn uniformly, the rest stays as it is. Eq. 2 to the letter is as_mask 1, as_random 0.
+    Of the hidden tokens a share `as_mask` is replaced by the mask token, a share `as_random` by an
+    ordinary token drawn uniformly, and the rest is not replaced. as_mask 1 and as_random 0 is Eq. 2
+    literally.
 
     Args:
         input_ids: (B, L).
-        attention_mask: (B, L), 0 on padding; None for none.
+        attention_mask: (B, L), 0 on padding; None without padding.
         mask_id: the mask token's id (`tokenizer.mask_token_id`).
         special_ids: ids that are neither hidden nor drawn (`tokenizer.all_special_ids`).
         vocab_size: number of ids (`len(tokenizer)`).
         probability: γ.
-        as_mask: share of the hidden tokens.
-        as_random: share of the hidden tokens.
-        generator: source of randomness, on the ids' device; torch's own if None.
+        as_mask: share of the hidden tokens that become the mask token.
+        as_random: share of the hidden tokens that become a random token.
+        generator: random numbers, on the ids' device; torch's default generator if None.
 
     Returns:
-        The ids with tokens hidden, (B, L), and the labels, (B, L): the true id where hidden, -100
+        The corrupted ids, (B, L), and the labels, (B, L): the true id of hidden tokens, -100
         elsewhere. `labels != -100` is the mask z.
 
     Raises:
-        ValueError: for a probability or shares out of range, a mask token out of the vocabulary, or
-            a vocabulary of special tokens only.
+        ValueError: for a probability or shares out of range, a mask token outside the vocabulary,
+            or a vocabulary of special tokens only.
     """
     if not 0 < probability < 1:
         raise ValueError(f"mask probability is {probability}: expected one between 0 and 1")
@@ -74,10 +75,10 @@ def mask_tokens(
     hidden = (draw() < probability) & ~special[input_ids]
     if attention_mask is not None:
         hidden &= attention_mask.bool()
-    fate = draw()
+    uniform = draw()
     picks = torch.randint(len(ordinary), input_ids.shape, generator=generator, device=device)
-    corrupted = input_ids.masked_fill(hidden & (fate < as_mask), mask_id)
-    swapped = hidden & (fate >= as_mask) & (fate < as_mask + as_random)
+    corrupted = input_ids.masked_fill(hidden & (uniform < as_mask), mask_id)
+    swapped = hidden & (uniform >= as_mask) & (uniform < as_mask + as_random)
     corrupted = torch.where(swapped, ordinary[picks], corrupted)
     return corrupted, input_ids.masked_fill(~hidden, IGNORED)
 
@@ -86,11 +87,11 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Eq. 2 for text: mean over examples of −1/Z Σ_k z_k · log p(x_k | x̂), in nats.
 
     Z is the number of an example's hidden tokens; an example with none is left out. Computed in
-    float32 also under autocast (float64 for float64).
+    float32 even under autocast (float64 logits in float64).
 
     Args:
         logits: (n, V) of the n hidden tokens, see `hidden_logits`.
-        labels: (B, L), -100 where not hidden.
+        labels: (B, L), the true ids of hidden tokens, -100 elsewhere.
 
     Returns:
         A scalar; zero, with zero gradients, if no token is hidden.
@@ -106,15 +107,16 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def hidden_logits(model: Any, corrupted: Tensor, labels: Tensor, **inputs: Any) -> Tensor:
-    """What a masked language model predicts for the hidden tokens.
+    """A masked language model's logits for the hidden tokens.
 
-    The head, which has most of the work where the vocabulary is large, is given no others.
+    The head runs on the hidden tokens only, because it has most of the cost where the vocabulary is
+    large.
 
     Args:
         model: a transformers masked language model (AutoModelForMaskedLM).
         corrupted: (B, L) ids from `mask_tokens`.
         labels: (B, L) from `mask_tokens`; n of them are not -100.
-        inputs: what else it takes: attention_mask, token_type_ids.
+        inputs: the model's other inputs: attention_mask, token_type_ids.
 
     Returns:
         Logits (n, V), in the order of `labels[labels != -100]`.
@@ -134,5 +136,5 @@ def hidden_logits(model: Any, corrupted: Tensor, labels: Tensor, **inputs: Any) 
 def masked_language_modelling(
     model: nn.Module, corrupted: Tensor, labels: Tensor, **inputs: Any
 ) -> Tensor:
-    """L_MAE of a batch of text; the arguments are those of `hidden_logits`."""
+    """L_MAE of a batch of text, a scalar; the arguments are those of `hidden_logits`."""
     return token_loss(hidden_logits(model, corrupted, labels, **inputs), labels)

@@ -1,6 +1,6 @@
-"""What `Adaptation` does with images and what with text: the model, the masks, the loss.
+"""The parts of `Adaptation` that differ between images and text: model, masking, loss.
 
-The two classes have the same methods. The formulas are in masked_image.py and masked_text.py.
+Both classes have the same methods. The formulas are in masked_image.py and masked_text.py.
 """
 
 from pathlib import Path
@@ -39,16 +39,16 @@ NO_MASKED_MODEL = (
 
 
 class MaskedImages:
-    """Patches are hidden, and their pixels predicted.
+    """Masked images: the pixels of hidden patches are predicted.
 
     Args:
-        ratio: γ, the share of patches that are hidden.
+        ratio: γ, the share of patches to hide.
         masking: "exact", the same number of patches of every image (the released code), or
             "bernoulli" (Eq. 2).
-        norm_pix: predict pixels normalised within each patch; it belongs to the checkpoint.
+        norm_pix: predict pixels normalised within each patch; has to fit the checkpoint's decoder.
     """
 
-    match = "cls"  # the hidden states that distillation compares, as released
+    match = "cls"  # the hidden states that distillation compares in the released code
 
     def __init__(self, ratio: float = 0.75, masking: Masking = "exact", norm_pix: bool = True):
         self.ratio, self.masking, self.norm_pix = ratio, masking, norm_pix
@@ -61,10 +61,17 @@ class MaskedImages:
         pretrained: bool,
         new_decoder: bool,
     ) -> nn.Module:
-        """Encoder and decoder: a MaskedAutoencoder.
+        """A MaskedAutoencoder.
+
+        Args:
+            architecture: see `Adaptation`.
+            model_args: see `Adaptation`.
+            decoder_args: see `Adaptation`.
+            pretrained: load the weights of the architecture's name.
+            new_decoder: initialise the decoder at random, whatever the weights hold.
 
         Raises:
-            ValueError: if the weights come without a decoder, and it is not to be new.
+            ValueError: if the weights have no decoder and `new_decoder` is false.
         """
         if "/" not in architecture and not Path(architecture).is_dir():
             if pretrained and not new_decoder:
@@ -73,23 +80,23 @@ class MaskedImages:
             return MaskedAutoencoder(encoder, mae_decoder(encoder, **decoder_args))
         config = ViTMAEConfig.from_pretrained(architecture, **model_args)
         model = from_transformers(ViTMAEForPreTraining(config))
-        if pretrained:  # with its own config, so that positions of another size can be interpolated
-            loaded: Any = ViTMAEForPreTraining.from_pretrained(
+        if pretrained:  # without model_args, so that positions can be interpolated to another size
+            published, info = ViTMAEForPreTraining.from_pretrained(
                 architecture, output_loading_info=True
             )
-            there = loaded[0].state_dict().items()
-            state = {name: value for name, value in there if name not in loaded[1]["missing_keys"]}
+            tensors = published.state_dict().items()
+            state = {name: value for name, value in tensors if name not in info["missing_keys"]}
             load_mae(model, architecture, fresh_decoder=new_decoder, state=state)
         return model
 
     def load(self, model: Any, source: str, new_decoder: bool) -> None:
-        """Encoder, and decoder unless it is to be new."""
+        """Load the encoder's weights, and the decoder's unless `new_decoder` is set."""
         load_mae(model, source, fresh_decoder=new_decoder)
 
     def hide(
         self, model: Any, images: Tensor, generator: torch.Generator | None, tokenizer: Any
     ) -> Tensor:
-        """(B, N), True where a patch is hidden."""
+        """The mask (B, N) of images (B, 3, H, W), True for hidden patches."""
         patches = (images.shape[-1] // model.patch_size) ** 2
         return mask_patches(
             len(images), patches, self.ratio, self.masking, generator, images.device
@@ -111,15 +118,15 @@ class MaskedImages:
 
 
 class MaskedText:
-    """Tokens are hidden, and predicted.
+    """Masked text: hidden tokens are predicted.
 
     Args:
-        ratio: γ, the share of tokens that are hidden.
+        ratio: γ, the share of tokens to hide.
         as_mask: share of the hidden tokens that become the mask token.
-        as_random: share that becomes another token; the rest stays as it is.
+        as_random: share of the hidden tokens that become a random token; the rest is not replaced.
     """
 
-    match = "all"  # f(x̂) is all tokens' hidden states (App. C)
+    match = "all"  # f(x̂) is the hidden states of all tokens (App. C)
 
     def __init__(self, ratio: float = 0.15, as_mask: float = 0.8, as_random: float = 0.1):
         self.ratio, self.as_mask, self.as_random = ratio, as_mask, as_random
@@ -132,10 +139,17 @@ class MaskedText:
         pretrained: bool,
         new_decoder: bool,
     ) -> nn.Module:
-        """A transformers model for masked language modelling, with `encode`.
+        """A transformers model for masked language modelling, with a method `encode`.
+
+        Args:
+            architecture: see `Adaptation`.
+            model_args: see `Adaptation`.
+            decoder_args: without effect; for the same signature as `MaskedImages.build`.
+            pretrained: load the weights of that name or folder.
+            new_decoder: accept weights without a head, which is then initialised at random.
 
         Raises:
-            ValueError: if it comes without a head, and is not to have a new one.
+            ValueError: if the weights have no head and `new_decoder` is false.
         """
         model: Any
         if pretrained:
@@ -149,14 +163,14 @@ class MaskedText:
                     "(--decoder_steps 1000 of recipes.self_distillation.text), or name a masked "
                     "language model with its head"
                 )
-            model.train()  # it comes in eval mode, which Lightning would keep
+            model.train()  # from_pretrained leaves eval mode, which Lightning would keep
         else:
             model = build_text(architecture, "masked", model_args)
         model.encode = MethodType(final_hidden_states, model)
         return model
 
     def load(self, model: Any, source: str, new_decoder: bool) -> None:
-        """Encoder, and head unless it is to be new."""
+        """Load the encoder's weights, and the head's unless `new_decoder` is set."""
         required = f"{model.base_model_prefix}." if new_decoder else ""
         load_completely(model, source, NO_MASKED_MODEL, required)
 
@@ -167,7 +181,7 @@ class MaskedText:
         generator: torch.Generator | None,
         tokenizer: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Masked ids (B, L), and the true ones where hidden, -100 elsewhere."""
+        """The corrupted ids (B, L), and labels (B, L): true ids of hidden tokens, else -100."""
         return mask_tokens(
             inputs["input_ids"],
             inputs.get("attention_mask"),
@@ -187,7 +201,7 @@ class MaskedText:
         hidden: tuple[Tensor, Tensor],
         everywhere: bool,
     ) -> Tensor:
-        """Logits (n, V) of the n hidden tokens, or (B, L, V) of all."""
+        """Logits (n, V) of the n hidden tokens; (B, L, V) of all tokens if `everywhere`."""
         corrupted, labels = hidden
         others = {name: one for name, one in inputs.items() if name != "input_ids"}
         if everywhere:

@@ -1,4 +1,4 @@
-"""R3F: a model whose predictions a little noise on its embeddings does not change.
+"""R3F: penalises changes of the predictions under small noise on the embeddings.
 
 Aghajanyan et al., Better Fine-Tuning by Reducing Representational Collapse (arXiv 2008.03156).
 """
@@ -20,25 +20,25 @@ def r3f(
 ) -> Tensor:
     """[KL(p ‖ q) + KL(q ‖ p)] / B, with q from noisy embeddings; the loss is CE + λ times this.
 
-    The noise goes onto the output of the embedding layer: word embeddings, or a ViT's patch
-    embeddings, in both before positions are added. So the positions are the clean pass's too, which
-    RoBERTa's are not when it is given inputs_embeds with padding on the left. Runs in the model's
-    present mode: in training the two passes draw dropout separately. Gradients flow through both.
-    The default noise is below the rounding of bfloat16 and float16 embeddings: train in float32.
+    The noise is added to the output of the embedding layer (word embeddings, or a ViT's patch
+    embeddings), before positions are added. Passing noisy `inputs_embeds` instead would change the
+    positions of a RoBERTa with padding on the left. Both passes run in the model's current mode and
+    draw dropout separately; gradients flow through both. The default noise is below the rounding of
+    bfloat16 and float16 embeddings: train in float32.
 
     Args:
         model: a classifier of timm or transformers.
         inputs: images (B, C, H, W), or keyword arguments of a transformers model, without labels.
         logits: (B, C) of the clean pass, whose softmax is p.
-        epsilon: the noise is from N(0, ε²) or U(−ε, ε).
+        epsilon: scale ε of the noise, from N(0, ε²) or U(−ε, ε).
         noise: "normal" (Gaussian, as in the self-distillation paper) or "uniform".
-        generator: source of randomness, on the embeddings' device; torch's own if None.
+        generator: random numbers, on the embeddings' device; torch's default generator if None.
 
     Returns:
-        A scalar in nats, computed in float32 also under autocast (float64 for float64).
+        A scalar in nats, computed in float32 even under autocast (float64 logits in float64).
 
     Raises:
-        ValueError: for another noise, ε of 0 or less, or a model without embedding layer.
+        ValueError: for another noise, ε of 0 or less, or a model without an embedding layer.
     """
     if noise not in ("uniform", "normal"):
         raise ValueError(f"unknown noise {noise!r}: expected 'normal' or 'uniform'")
@@ -62,7 +62,7 @@ def r3f(
 
 
 def symmetric_divergence(logits: Tensor, others: Tensor) -> Tensor:
-    """[KL(p ‖ q) + KL(q ‖ p)] / B of two softmaxes, from logits (B, C)."""
+    """[KL(p ‖ q) + KL(q ‖ p)] / B of the softmaxes p and q of two logits (B, C)."""
     with torch.autocast(logits.device.type, enabled=False):
         p, q = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (logits, others))
         p, q = p.log_softmax(-1), q.log_softmax(-1)
@@ -70,7 +70,7 @@ def symmetric_divergence(logits: Tensor, others: Tensor) -> Tensor:
 
 
 def embedding_layer(model: Any) -> nn.Module:
-    """The layer that makes embeddings of tokens or patches.
+    """The layer that embeds tokens or patches.
 
     Raises:
         ValueError: if the model is of neither timm nor transformers.

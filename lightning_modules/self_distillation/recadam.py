@@ -1,4 +1,4 @@
-"""RecAdam: Adam that forgets the pre-trained weights only gradually.
+"""RecAdam: Adam with a pull towards the pre-trained weights that is annealed away.
 
 Chen et al., Recall and Learn (arXiv 2004.12651).
 """
@@ -14,16 +14,16 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 class RecAdam(Optimizer):
-    """Adam on the task, annealed against a pull towards the weights it began with.
+    """Adam on the task's loss, combined with a quadratic pull towards the initial weights.
 
         λ_t = 1 / (1 + exp(−k (t − t0)))
         θ ← θ − λ_t · lr · √(1 − β2^t) / (1 − β1^t) · m / (√v + ε)
         θ ← θ − lr · (1 − λ_t) · γ · (θ − θ*)
         θ ← θ − lr · weight_decay · θ
 
-    m and v are of the task's gradient alone. θ* are the parameters when the optimizer is built; the
-    state_dict has them, so a run that is resumed keeps its own. A group with `anchored: False` (a
-    new head) takes plain Adam steps, λ = 1.
+    m and v are averages of the task's gradient alone. θ* are the parameters at the time when the
+    optimizer is built; they are in its state_dict, so that a resumed run has the same θ*. A group
+    with `anchored: False` (a new head) has λ = 1, which is plain Adam.
 
     Args:
         params: parameters or groups.
@@ -34,11 +34,11 @@ class RecAdam(Optimizer):
         anneal_k: k, per step; .05 to 1 are usual.
         anneal_t0: t0, in steps; 100 to 1000 are usual.
         pretrain_cof: γ.
-        anchored: False for plain Adam; mostly set in a group.
+        anchored: False for plain Adam; usually set for a single group.
 
     Raises:
-        ValueError: for settings out of range; by `step`, if lr · γ · (1 − λ_t) is above 2, where
-            the pull overshoots further every step.
+        ValueError: for settings out of range; from `step`, if lr · γ · (1 − λ_t) is above 2, where
+            the pull overshoots further in every step.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class RecAdam(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take a group, and its parameters' present values as θ*."""
+        """Add a group, with the current values of its parameters as θ*."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for name in ("lr", "eps", "weight_decay", "anneal_k", "pretrain_cof"):
@@ -76,8 +76,8 @@ class RecAdam(Optimizer):
         if not all(0 <= beta < 1 for beta in group["betas"]):
             raise ValueError(f"betas are {group['betas']}: expected two numbers in [0, 1)")
         for parameter in group["params"]:
-            # Made now and not at the first step: θ* is where training begins, and a sharded
-            # checkpoint is read into a state that is already there.
+            # not in the first step: θ* are the values before training, and a sharded checkpoint
+            # can only be loaded into a state that exists
             state = self.state[parameter]
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
@@ -86,7 +86,17 @@ class RecAdam(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; `closure`, if given, computes the loss again and returns it."""
+        """Take one step.
+
+        Args:
+            closure: computes the loss and its gradients, and returns the loss.
+
+        Returns:
+            The closure's loss, if there is one.
+
+        Raises:
+            ValueError: if lr · γ · (1 − λ_t) is above 2.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -115,12 +125,12 @@ class RecAdam(Optimizer):
 
 
 def require_convergence(optimizer: RecAdam, schedule: Any, steps: int) -> None:
-    """Refuse settings with which `step` would stop the run later on.
+    """Refuse settings with which a later `step` would raise an error.
 
     Args:
         optimizer: its groups have their peak learning rates in `initial_lr`.
-        schedule: of the learning rate; only a LambdaLR can be looked ahead in.
-        steps: of the whole run.
+        schedule: of the learning rate; only a LambdaLR can be evaluated ahead, others pass.
+        steps: optimizer steps of the full run.
 
     Raises:
         ValueError: naming the first step at which lr · γ · (1 − λ_t) is above 2.
@@ -133,14 +143,14 @@ def require_convergence(optimizer: RecAdam, schedule: Any, steps: int) -> None:
 
 
 def require_annealing(optimizer: RecAdam, warmup: float) -> None:
-    """Refuse a RecAdam that is plain Adam by the time the learning rate has warmed up.
+    """Refuse a RecAdam that is mostly plain Adam by the end of the learning rate's warm-up.
 
     Args:
         optimizer: its groups have k and t0.
         warmup: steps of warm-up.
 
     Raises:
-        ValueError: if λ at the end of warm-up is above 1/2, that is, t0 lies within warm-up.
+        ValueError: if t0 lies within warm-up, so that λ is above 1/2 at its end.
     """
     for group in optimizer.param_groups:
         if group["anchored"] and group["anneal_t0"] < warmup:

@@ -1,4 +1,4 @@
-"""Where weights began and how far they have gone."""
+"""The distance of weights from their initial values, and a hash to recognise those by."""
 
 import hashlib
 from collections.abc import Mapping
@@ -12,18 +12,18 @@ from torch.distributed.tensor import DTensor
 def distance(weights: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> float:
     """‖θ_init − θ‖₂ over the floating-point tensors that both have (arXiv 2210.02871, Sec. 5.2).
 
-    Each tensor's squares are summed where it is, in float32 or its own precision if higher.
+    Each tensor's squares are summed on its device, in float32 or its own precision if higher.
 
     Args:
         weights: a state_dict.
-        start: another; what only one of them has (a head, a decoder) is left out. Its tensors are
-            on the same devices, and sharded likewise or not at all.
+        start: the state_dict to compare with, on the same devices, sharded alike or not at all.
+            Tensors that only one of them has (a head, a decoder) are left out.
 
     Raises:
         ValueError: if they have nothing in common, or a tensor's shape differs.
     """
     total, common = 0.0, 0
-    for name in sorted(weights.keys() & start.keys()):  # on every rank in the same order
+    for name in sorted(weights.keys() & start.keys()):  # the same order on every rank
         now, then = weights[name], start[name]
         if isinstance(now, DTensor) and not isinstance(then, DTensor):
             now = now.full_tensor()
@@ -35,7 +35,7 @@ def distance(weights: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> floa
                 "of one architecture"
             )
         precise = torch.promote_types(now.dtype, torch.float32)
-        total += float(_whole((now.to(precise) - then.to(precise)).square().sum()))
+        total += float(_gathered((now.to(precise) - then.to(precise)).square().sum()))
         common += 1
     if not common:
         raise ValueError(
@@ -49,17 +49,17 @@ def distance(weights: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> floa
 def fingerprint(weights: Mapping[str, Tensor]) -> str:
     """SHA-256 of a state_dict: names, shapes, types and bits, in the order of the names.
 
-    Equal for two runs' starts if and only if they began with the same weights.
+    It is stored in checkpoints, to recognise a run's initial weights when the run is resumed.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
-        tensor = _whole(tensor)
+        tensor = _gathered(tensor)
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
         digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU; put together from its shards where FSDP2 has sharded it."""
+def _gathered(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU, gathered from its shards where FSDP2 has sharded it."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
