@@ -1,4 +1,4 @@
-"""ALBEF (arXiv 2107.07651): vision-language pre-training and its tasks, which PELA compresses."""
+"""ALBEF (arXiv 2107.07651), a vision–language model that PELA compresses, and its tasks."""
 
 from lightning_modules.albef.checkpoint import load_albef
 from lightning_modules.albef.model import build, skipped

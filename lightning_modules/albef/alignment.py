@@ -1,4 +1,7 @@
-"""A step of ALBEF's training: contrast first, then matching and masked tokens on fused states."""
+"""A step of ALBEF's training: contrast, then matching and masked tokens on fused states.
+
+arXiv 2107.07651, Section 3.2.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -26,7 +29,7 @@ class Pairs:
         images: (B, 3, H, W).
         ids: tokens (B, L).
         mask: 1 for tokens, 0 for padding (B, L).
-        index: which image each is, (B,); several texts of one image have the same.
+        index: id of each pair's image, (B,); pairs with the same image have the same id.
     """
 
     images: Tensor
@@ -37,15 +40,15 @@ class Pairs:
 
 @dataclass
 class Alignment:
-    """What `align` computed.
+    """The results of `align`.
 
     Attributes:
-        loss: L_itc.
-        image: states (B, N, C).
-        text: states (B, L, D).
+        loss: L_itc, a scalar.
+        image: image states (B, N, C).
+        text: text states (B, L, D).
         image_m: the momentum model's image states (B, N, C).
-        image_negatives: for each text an image that is not its own, (B,).
-        text_negatives: for each image a text that is not its own, (B,).
+        image_negatives: index of each text's negative image, (B,); see `draw_negatives`.
+        text_negatives: index of each image's negative text, (B,).
     """
 
     loss: Tensor
@@ -59,16 +62,16 @@ class Alignment:
 def align(
     model: RetrievalModel, momentum: Momentum, queue: Queue, pairs: Pairs, alpha: float
 ) -> Alignment:
-    """Encode both sides, contrast them with batch and queue, and draw hard negatives.
+    """Encode images and texts, contrast them with batch and queue, and draw hard negatives.
 
-    The momentum model makes its step first, and its features join the queue.
+    The momentum model is updated first; its features are added to the queue at the end.
 
     Args:
         model: the online model.
-        momentum: of the same structure.
-        queue: further keys.
+        momentum: its momentum model, changed in place.
+        queue: further keys, changed in place.
         pairs: the batch.
-        alpha: weight of the momentum model's similarities in the targets.
+        alpha: weight of the momentum model's similarities in the targets, 0 to 1.
     """
     model.limit_temperature()
     momentum.update(model)
@@ -101,12 +104,12 @@ def align(
 
 
 def fuse_pairs(model: RetrievalModel, aligned: Alignment, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Fused states and labels of [each pair, each text with its negative image, and the reverse].
+    """Fused states and labels of the pairs, of texts with negative images, and of the reverse.
 
-    Where no negative could be drawn the pair stands in, with the label `IGNORED`.
+    Where no negative could be drawn the pair itself is fused, with the label `IGNORED`.
 
     Args:
-        model: may be another than the one that was aligned, of the states that `aligned` holds.
+        model: the model that computed the states in `aligned`.
         aligned: states and negatives.
         mask: of the texts (B, L).
 
@@ -130,15 +133,15 @@ def masked_token_loss(
     labels: Tensor,
     alpha: float,
 ) -> Tensor:
-    """L_mlm (Eqs 3 and 7), over the masked tokens alone.
+    """L_mlm (Eqs 3 and 7), a scalar: the mean over the masked tokens.
 
     Args:
         model: the online model.
-        momentum: of the same structure.
+        momentum: its momentum model.
         states: fused states (B, L, D) of the masked texts.
         states_m: the momentum model's.
-        labels: (B, L), `IGNORED` where no token was masked.
-        alpha: weight of the momentum model's prediction.
+        labels: (B, L), the true ids of masked tokens, `IGNORED` elsewhere.
+        alpha: weight of the momentum model's prediction, 0 to 1.
     """
     chosen = labels != IGNORED
     average: PretrainModel = momentum.model  # type: ignore[assignment]
@@ -151,12 +154,12 @@ def masked_token_loss(
 def replay(
     model: PretrainModel, pairs: Pairs, aligned: Alignment, masked_ids: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Run another model on what a step ran: the same pairs, negatives and masked tokens.
+    """Run another model on a step's pairs, negatives and masked tokens.
 
     Args:
-        model: such as the teacher.
+        model: the other model, such as the teacher.
         pairs: the batch.
-        aligned: of the model that made the step; its negatives are used.
+        aligned: result of `align` with the first model, whose negatives are used.
         masked_ids: the masked texts (B, L).
 
     Returns:

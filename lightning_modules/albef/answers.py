@@ -1,4 +1,7 @@
-"""Visual question answering: learning to write answers, and ranking candidates by likelihood."""
+"""Visual question answering: the loss of generated answers, and the ranking of candidates.
+
+ALBEF, arXiv 2107.07651, Section 5.3.
+"""
 
 import torch
 from torch import Tensor
@@ -16,23 +19,25 @@ def answer_loss(
     questions: int,
     alpha: float,
 ) -> Tensor:
-    """Cross-entropy of the answers' tokens, summed over an answer and weighted by who gave it.
+    """Cross-entropy summed over an answer's tokens, weighted by answer and averaged over questions.
 
     Args:
-        logits: of the token after each, (S, A, vocabulary).
-        logits_m: of the momentum model, likewise.
+        logits: for the token after each, (S, A, vocabulary), of S answers to the batch's questions.
+        logits_m: the momentum model's, (S, A, vocabulary).
         ids: the answers' tokens, [CLS] first, (S, A).
-        mask: (S, A).
+        mask: 1 for tokens, 0 for padding, (S, A).
         weights: share of people who gave the answer, (S,).
-        questions: in the batch; what the sum is divided by.
-        alpha: weight of the momentum model's prediction.
+        questions: number of questions in the batch.
+        alpha: weight of the momentum model's prediction, 0 to 1.
+
+    Returns:
+        A scalar.
     """
     real = mask[:, 1:].bool()
-    losses = torch.zeros(real.shape, device=logits.device)
     token_losses = distilled_cross_entropy(
         logits[:, :-1][real], ids[:, 1:][real], logits_m[:, :-1][real], alpha
     )
-    losses = losses.to(token_losses).masked_scatter(real, token_losses)
+    losses = token_losses.new_zeros(real.shape).masked_scatter(real, token_losses)
     return (losses.sum(1) * weights).sum() / questions
 
 
@@ -45,25 +50,25 @@ def rank_answers(
     mask: Tensor,
     k: int = 128,
 ) -> Tensor:
-    """Log-likelihood of the candidate answers, those of the k likeliest first tokens.
+    """Log-likelihoods of the k candidate answers whose first tokens are the likeliest.
 
     Args:
-        model: writes answers.
+        model: the answer decoder with its encoders.
         question: fused states (B, L, D).
         question_mask: (B, L).
         ids: the candidates' tokens, [CLS] first, (C, A).
-        mask: (C, A).
-        k: candidates of each question that are scored to the end.
+        mask: 1 for tokens, 0 for padding, (C, A).
+        k: number of candidates of each question to score completely.
 
     Returns:
-        (B, C); minus infinity for candidates that were left out.
+        (B, C); minus infinity for the other candidates.
     """
     count, k = len(question), min(k, len(ids))
     start = ids[:1, :1].expand(count, 1)
     first = model.decode(start, torch.ones_like(start), question, question_mask)[:, 0]
     top = precise(first).log_softmax(-1)[:, ids[:, 1]].topk(k, dim=1).indices
     scores = torch.full((count, len(ids)), -torch.inf, device=question.device)
-    for row in range(count):  # a question at a time: k answers are batch enough
+    for row in range(count):  # one question at a time, with its k answers as a batch
         answers, real = ids[top[row]], mask[top[row]]
         states = question[row].expand(k, -1, -1)
         logits = model.decode(answers, real, states, question_mask[row].expand(k, -1))

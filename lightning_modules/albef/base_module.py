@@ -1,4 +1,4 @@
-"""What all trainings of an ALBEF have in common."""
+"""The base class of ALBEF's LightningModules."""
 
 from typing import Any, ClassVar, Literal
 
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
+from lightning_modules.albef.bert import Bert
 from lightning_modules.albef.checkpoint import load_albef, start_text, start_vision
 from lightning_modules.albef.model import ALBEF, Task, build, skipped
 from lightning_modules.albef.momentum import Momentum
@@ -28,21 +29,23 @@ class AlbefModule(L.LightningModule):
     """An ALBEF for a task, dense or low-rank, with its momentum model.
 
     Args:
-        sizes: arguments of albef.build (vision, image_size, text, projection, …); the paper's when
-            null.
-        init_from: start from an ALBEF's weights, dense or low-rank: its released checkpoint or one
-            of these modules. Like the two below not part of the checkpoint.
-        vision_from: start the image encoder from a ViT's weights (a file, folder or hub name).
-        text_from: start the text and fusion layers from a BERT (a folder or hub name).
-        ratio: κ of PELA, which leaves 1/κ of each layer; null leaves the weights as they come.
-        ranks: rank of each layer by name, instead of ratio. Filled in by the module, so that its
-            checkpoints load by themselves.
+        sizes: arguments of albef.build (vision, image_size, text, projection, …); null for the
+            paper's.
+        init_from: start from an ALBEF's weights, dense or low-rank: a released checkpoint, or one
+            of these modules'. Not saved in checkpoints.
+        vision_from: start the image encoder from a ViT's weights (a file, folder or hub name). Not
+            saved in checkpoints.
+        text_from: start the text and fusion layers from a BERT (a folder or hub name). Not saved in
+            checkpoints.
+        ratio: κ of PELA, which leaves 1/κ of each layer's parameters; null for no factorisation.
+        ranks: rank of each layer by name, instead of ratio. The module sets it to the ranks it has,
+            so that checkpoints carry them.
         tuning: what trains: "full", everything; "lora", LoRA on queries and values and the task's
             heads; "head", those heads alone.
-        lora_rank: of LoRA.
+        lora_rank: rank of LoRA.
         decay: m of the momentum model.
-        soft_targets: α, weight of the momentum model's opinion in the targets.
-        ramp: let α rise from 0 over the first epoch.
+        soft_targets: α, weight of the momentum model's prediction in the targets.
+        ramp: increase α linearly from 0 over the first epoch.
         lr: peak learning rate of AdamW.
         weight_decay: decoupled, of matrices.
         warmup_steps: optimizer steps, or a share of all if below 1.
@@ -50,7 +53,7 @@ class AlbefModule(L.LightningModule):
     """
 
     task: ClassVar[Task]
-    heads: ClassVar[tuple[str, ...]] = ()  # what always trains
+    heads: ClassVar[tuple[str, ...]] = ()  # modules that always train
 
     def __init__(
         self,
@@ -71,7 +74,7 @@ class AlbefModule(L.LightningModule):
         schedule: str = "cosine",
     ):
         super().__init__()
-        # where a run began is not what it is: loading it again must not need old files
+        # these say where a run started: loading its checkpoint must not need old files
         self.save_hyperparameters(ignore=["init_from", "vision_from", "text_from", "teacher_from"])
         self.init_from, self.vision_from, self.text_from = init_from, vision_from, text_from
         self.model: Any = None
@@ -83,7 +86,11 @@ class AlbefModule(L.LightningModule):
         return self.hparams
 
     def configure_model(self) -> None:
-        """Build model and momentum model once, and shard them where the strategy asks."""
+        """Build model and momentum model once, and shard them where the strategy asks.
+
+        Raises:
+            ValueError: for LoRA on a low-rank model, or weights that do not fit.
+        """
         if self.model is not None:
             return
         h = self.settings
@@ -107,7 +114,11 @@ class AlbefModule(L.LightningModule):
         return build(self.task, **(self.settings.sizes or {}))
 
     def start(self, model: ALBEF) -> None:
-        """Give a dense model the weights to start from, and its ranks."""
+        """Load a dense model's initial weights, and factorise it where ratio or ranks say so.
+
+        Raises:
+            ValueError: if nothing in a source fits, or low-rank weights come with a ratio.
+        """
         h = self.settings
         if self.vision_from is not None:
             start_vision(model, self.vision_from)
@@ -122,21 +133,22 @@ class AlbefModule(L.LightningModule):
                     "do nothing: set model.ratio to null"
                 )
         elif h.ranks is not None:
-            # of a checkpoint that is about to be loaded, or a plan for the weights above
+            # without init_from a checkpoint usually follows: "randomized" is quicker than "svd" and
+            # still usable if none does
             factorize(model, ranks=h.ranks, method="svd" if self.init_from else "randomized")
         elif h.ratio is not None:
             factorize(model, h.ratio, skip=skipped(model))
         self.hparams["ranks"] = plan_of(model) if low_rank_layers(model) else None
 
     def alpha(self, batch_idx: int) -> float:
-        """α of this step, which rises over the first epoch."""
+        """α of this step; with `ramp` it rises from 0 over the first epoch."""
         h = self.settings
         if not h.ramp or self.current_epoch > 0:
             return h.soft_targets
         return h.soft_targets * min(1.0, batch_idx / self.trainer.num_training_batches)
 
     def report(self, losses: dict[str, Tensor]) -> Tensor:
-        """Log the parts of a loss, and give their sum."""
+        """Log the parts of a loss by name, and return their sum."""
         total = sum(losses.values())
         assert isinstance(total, Tensor)
         self.log_dict({f"train/{name}": value.detach() for name, value in losses.items()})
@@ -144,30 +156,30 @@ class AlbefModule(L.LightningModule):
         return total
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW over what trains, with its schedule."""
+        """AdamW over the trainable parameters, with its schedule."""
         h = self.settings
         groups = parameter_groups(self.model, h.weight_decay)
         optimizer = build_optimizer("adamw", groups, h.lr)
         return with_schedule(optimizer, h.schedule, h.warmup_steps, training_steps(self.trainer))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another model before its tensors are compared one by one.
+        """Refuse the checkpoint of another model before its tensors are loaded.
 
         Raises:
-            ValueError: naming what differs.
+            ValueError: naming the hyperparameter that differs.
         """
         refuse_another_model(checkpoint, self.hparams, ["sizes", "ranks", "tuning", "lora_rank"])
 
 
 def shard(model: ALBEF, mesh: DeviceMesh) -> None:
     """Shard an ALBEF's parameters over the devices of a mesh (FSDP2), block by block, in place."""
-    bertlike = [m for m in model.modules() if hasattr(m, "text_layers")]
+    berts = [module for module in model.modules() if isinstance(module, Bert)]
     blocks: list[nn.Module] = [*model.visual_encoder.blocks]  # type: ignore[misc]
-    for bert in bertlike:
-        blocks.extend(bert.layers)  # type: ignore[arg-type]
+    for bert in berts:
+        blocks.extend(bert.layers)
     for block in blocks:
         fully_shard(block, mesh=mesh)
-    # the root, too, after each of its methods: the momentum model follows the shards
+    # reshard the root after each of its methods, because the momentum update reads the shards
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
     for name in model.methods:
         register_fsdp_forward_method(model, name)

@@ -1,11 +1,11 @@
-"""BERT whose upper layers also attend to something else: an image, or a question.
+"""A BERT whose upper layers have cross-attention, to an image or a question.
 
-ALBEF (arXiv 2107.07651), Section 3.1: the lower layers read the text alone, the upper ones fuse it
-with the image by cross-attention. The layers are transformers' `BertLayer`; the names are those of
+ALBEF (arXiv 2107.07651), Section 3.1: the lower layers encode the text, the upper ones fuse it with
+the image by cross-attention. The layers are transformers' `BertLayer`; parameter names are those of
 ALBEF's checkpoints.
 
-transformers takes a layer with cross-attention for a decoder and makes its self-attention causal;
-here that is undone, and an explicit mask says what each token sees.
+transformers treats a layer with cross-attention as a decoder's and makes its self-attention causal.
+This is undone here, and explicit masks are passed instead.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ class Bert(nn.Module):
 
     Args:
         config: widths, heads, dropout and vocabulary; its number of layers is not used.
-        text_layers: layers that see the text alone.
-        fusion_layers: layers with cross-attention above them.
-        context_width: width of what the fusion layers attend to.
-        causal: each token sees itself and those before it (the answer decoder).
+        text_layers: number of layers without cross-attention.
+        fusion_layers: number of layers with cross-attention above them.
+        context_width: features of the states that cross-attention attends to.
+        causal: each token attends to itself and earlier ones only (the answer decoder).
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Bert(nn.Module):
         return self.encoder["layer"]  # type: ignore[return-value]
 
     def text(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """The text alone.
+        """Run the text layers.
 
         Args:
             ids: tokens (B, L).
@@ -81,31 +81,32 @@ class Bert(nn.Module):
     def fuse(
         self, states: Tensor, mask: Tensor, context: Tensor, context_mask: Tensor | None = None
     ) -> Tensor:
-        """The text with an image, or with whatever else the cross-attention looks at.
+        """Run the fusion layers, which attend to an image or another context.
 
         Args:
-            states: of the text alone (B, L, D).
-            mask: of its tokens (B, L).
-            context: (B, N, context_width).
-            context_mask: (B, N); all of it when None.
+            states: of the text layers (B, L, D).
+            mask: of the text's tokens (B, L).
+            context: states to attend to, (B, N, context_width).
+            context_mask: 1 for context, 0 for padding (B, N); None without padding.
 
         Returns:
             States (B, L, D).
         """
-        visible = self._visible(mask)
-        seen = None if context_mask is None else _additive(context_mask[:, None, None, :].bool())
+        visible, context_visible = self._visible(mask), None
+        if context_mask is not None:
+            context_visible = _additive(context_mask[:, None, None, :].bool())
         for layer in self.layers[self.text_layers :]:
-            states = layer(states, visible, context, seen)
+            states = layer(states, visible, context, context_visible)
         return states
 
     def forward(
         self, ids: Tensor, mask: Tensor, context: Tensor, context_mask: Tensor | None = None
     ) -> Tensor:
-        """All layers, (B, L) → (B, L, D)."""
+        """States (B, L, D) of all layers for tokens (B, L); see `text` and `fuse`."""
         return self.fuse(self.text(ids, mask), mask, context, context_mask)
 
     def _visible(self, mask: Tensor) -> Tensor:
-        """What each token's self-attention adds to its scores, (B, 1, 1 or L, L)."""
+        """The additive mask of self-attention, (B, 1, 1 or L, L)."""
         visible = mask[:, None, None, :].bool()
         if self.causal:
             length = mask.shape[1]
@@ -114,7 +115,7 @@ class Bert(nn.Module):
         return _additive(visible)
 
     def _initialise(self, module: nn.Module) -> None:
-        """BERT's: normal of the configuration's deviation, biases and the padding at 0."""
+        """BERT's initialisation: weights normal, biases and the padding's embedding zero."""
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         if isinstance(module, nn.Linear) and module.bias is not None:
@@ -125,11 +126,11 @@ class Bert(nn.Module):
 
 
 class TokenHead(BertLMPredictionHead):
-    """Logits of the vocabulary; the output weights are the input embeddings'.
+    """Logits of the vocabulary, with the input embeddings as output weights.
 
-    ALBEF's checkpoints hold the output bias under two names, of which transformers adds one. Here
-    the logits get the mean of both: equal ones, as in the checkpoints, count once, both train
-    alike, and neither is left without a gradient.
+    ALBEF's checkpoints hold the output bias under two names, of which transformers uses one. Here
+    the logits get the mean of both, which for the checkpoints' equal values is the same, so that
+    both are trained equally and neither is left without a gradient.
     """
 
     def __init__(self, bert: Bert):
@@ -140,13 +141,13 @@ class TokenHead(BertLMPredictionHead):
         nn.init.zeros_(self.transform.dense.bias)
 
     def forward(self, states: Tensor) -> Tensor:
-        """(…, D) → (…, vocabulary)."""
+        """Logits (…, vocabulary) of states (…, D)."""
         bias = (self.decoder.bias + self.bias) / 2
         return F.linear(self.transform(states), self.decoder.weight, bias)
 
 
 class TokenBert(nn.Module):
-    """A `Bert` that predicts tokens: masked ones (pre-training), or the next one (answers).
+    """A `Bert` with a token head, for masked tokens (pre-training) or next tokens (answers).
 
     Args:
         bert: see `Bert`.
@@ -163,6 +164,6 @@ class TokenBert(nn.Module):
 
 
 def _additive(visible: Tensor) -> Tensor:
-    """0 where visible, the lowest float32 elsewhere, as transformers' attention takes it."""
+    """An additive mask: 0 where `visible` is true, the lowest float32 elsewhere."""
     lowest = torch.finfo(torch.float32).min
     return torch.zeros(visible.shape, device=visible.device).masked_fill(~visible, lowest)

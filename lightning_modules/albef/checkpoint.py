@@ -1,4 +1,4 @@
-"""ALBEF's checkpoints, and the ViT and BERT that an ALBEF starts from."""
+"""Loads ALBEF's checkpoints, and the ViT and BERT that an ALBEF starts from."""
 
 import re
 from collections.abc import Mapping
@@ -17,32 +17,39 @@ LAYER = re.compile(r"encoder\.layer\.(\d+)\.")
 
 
 def load_albef(model: ALBEF, source: str | Path) -> LoadReport:
-    """Copy an ALBEF's weights, by the names of its released checkpoints, and log what did not fit.
+    """Load an ALBEF's weights by the names of its released checkpoints, and log what did not fit.
 
     The checkpoint may be of another task: pre-training calls its text layers
     `text_encoder.bert.…`, the downstream tasks `text_encoder.…`. An answer decoder that the
     checkpoint lacks starts from the fusion layers, the embeddings and the token head (as ALBEF's
-    VQA does). Positions for other image sizes are interpolated. The weights that belong to a
-    momentum model, and the queue, are left out: the report calls them unexpected.
+    VQA does). Positions for other image sizes are interpolated. The weights of a momentum model and
+    the queue are left out; the report lists them as unexpected.
 
     Args:
-        model: a dense model, changed in place; made low-rank where the weights are.
+        model: a dense model, changed in place; its layers become low-rank where the source's are.
         source: a checkpoint of ALBEF, of this repository's modules, or a state_dict.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if nothing in it fits.
+        ValueError: if nothing in it fits, or a low-rank layer has other sizes in this model.
     """
     state, end = albef_names(model, read_state_dict(source)), ".u.weight"
     ranks = {n.removesuffix(end): len(value) for n, value in state.items() if n.endswith(end)}
     if ranks:
         known = dict(model.named_modules())
         factorize(model, ranks={n: r for n, r in ranks.items() if n in known}, method="empty")
-    return copy_weights(model, state, source)
+    report = copy_weights(model, state, source)
+    empty = [name for name in report.missing + report.reshaped if name.startswith(tuple(ranks))]
+    if ranks and empty:
+        raise ValueError(
+            f"{source} does not fit {type(model).__name__}: {empty[0]}; give the sizes that it was "
+            "made with"
+        )
+    return report
 
 
 def albef_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of an ALBEF by the names that they have in this model."""
+    """An ALBEF's state_dict under the names of this model."""
     prefix = "model."
     if any(name.startswith(prefix) for name in state):  # a Lightning checkpoint
         state = {n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix)}
@@ -55,14 +62,14 @@ def albef_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def start_vision(model: ALBEF, source: str | Path) -> LoadReport:
-    """Give the image encoder the weights of a ViT, by timm's names.
+    """Load a ViT's weights (under timm's names) into the image encoder.
 
     Args:
         model: receives the weights, in place.
         source: a file or folder, or timm's name of a model on the hub.
 
     Raises:
-        ValueError: if nothing in it fits, or there is neither a file nor a model of this name.
+        ValueError: if nothing in it fits, or there is neither a file nor a model of that name.
     """
     if Path(source).exists():
         return load_weights(model.visual_encoder, source)
@@ -71,9 +78,9 @@ def start_vision(model: ALBEF, source: str | Path) -> LoadReport:
 
 
 def start_text(model: ALBEF, source: str | Path) -> LoadReport:
-    """Give the text and fusion layers the weights of a BERT, its first layers to the text.
+    """Load a BERT's weights into the text layers and then the fusion layers.
 
-    What a BERT lacks, the cross-attention, stays as it is, and so do layers beyond its depth.
+    Cross-attention, which a BERT lacks, and layers beyond its depth keep their values.
 
     Args:
         model: receives the weights, in place.
@@ -89,19 +96,19 @@ def start_text(model: ALBEF, source: str | Path) -> LoadReport:
 
 
 def _plain(name: str) -> str:
-    """A name without the step that pre-training's text encoder adds."""
+    """A name without the level "bert." that `TokenBert` adds."""
     return re.sub(r"^(text_(?:en|de)coder)\.bert\.", r"\1.", name)
 
 
 def _named(model: nn.Module, name: str) -> str:
-    """A plain name as this model has it."""
+    """A name from `_plain` as this model has it."""
     part, _, rest = name.partition(".")
-    stepped = isinstance(getattr(model, part, None), TokenBert) and not rest.startswith("cls.")
-    return f"{part}.bert.{rest}" if stepped else name
+    wrapped = isinstance(getattr(model, part, None), TokenBert) and not rest.startswith("cls.")
+    return f"{part}.bert.{rest}" if wrapped else name
 
 
 def _decoder(state: Mapping[str, Tensor], text_layers: int) -> dict[str, Tensor]:
-    """The answer decoder's start: what the text encoder has, layers counted from the fusion."""
+    """Initial weights of the answer decoder: the text encoder's, from its first fusion layer on."""
     decoder = {}
     for name, value in state.items():
         if not name.startswith("text_encoder."):

@@ -1,8 +1,8 @@
-"""What PELA, and TinyBERT, compare between a low-rank ALBEF and its dense original.
+"""The features by which PELA and TinyBERT compare a low-rank ALBEF with its dense original.
 
 A step runs the text layers on the texts and on their masked copies, and the fusion layers on the
-pairs with their negatives and on the masked texts: each run of a layer is a feature, and padding
-takes no part in any. `Features` gives them layer by layer, then run by run.
+pairs with their negatives and on the masked texts. Each run of a layer is a feature, with padding
+masked. `Features` orders them by layer, then by run.
 """
 
 from collections.abc import Sequence
@@ -19,18 +19,21 @@ Masks = list[Tensor | None]
 
 
 def state_names(model: ALBEF) -> list[str]:
-    """The layers whose outputs are states: embeddings and blocks of the image, then of the text."""
+    """Names of the layers whose outputs are compared: embeddings and blocks, first the image's."""
     vision: Any = model.visual_encoder
     return _names(model, [vision.norm_pre, *vision.blocks, model.bert.embeddings, *_layers(model)])
 
 
 def state_masks(model: ALBEF, mask: Tensor, text_negatives: Tensor) -> Masks:
-    """Which tokens count in each feature of `state_names`.
+    """The tokens that count in each feature of `state_names`.
 
     Args:
         model: the student or the teacher.
         mask: of the batch's texts (B, L).
-        text_negatives: for each image the text that it was fused with besides, (B,).
+        text_negatives: for each image the index of its negative text, (B,).
+
+    Returns:
+        A mask (runs' batch, L) for each feature of texts, None for features of images.
     """
     vision: Any = model.visual_encoder
     images: Masks = [None] * (1 + len(vision.blocks))
@@ -39,7 +42,7 @@ def state_masks(model: ALBEF, mask: Tensor, text_negatives: Tensor) -> Masks:
 
 
 def score_names(model: ALBEF) -> list[str]:
-    """The layers that give the queries and keys of all self-attention, image first."""
+    """Names of the layers that compute queries and keys of self-attention, first the image's."""
     vision: Any = model.visual_encoder
     fused = [block.attn.qkv for block in vision.blocks]
     pairs = [(layer.attention.self.query, layer.attention.self.key) for layer in _layers(model)]
@@ -72,18 +75,19 @@ def tinybert(
     masks: Masks,
     predictions: Sequence[tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """TinyBERT's distillation (arXiv 1909.10351, Eqs 7–11), every layer from its own.
+    """TinyBERT's distillation (arXiv 1909.10351, Eqs 7–11), layer by layer.
 
-        L = Σ_states MSE(S, T) + Σ_layers MSE(A_s, A_t) + Σ_heads CE(softmax(z_t), z_s)
+        L = Σ_states MSE(S, T) + Σ_layers MSE(A_s, A_t) + Σ_predictions CE(softmax(z_t), z_s)
 
-    with A the attention scores before the softmax, averaged over heads. Student and teacher are
-    equally wide, so its learned projections are the identity.
+    with A the attention scores before the softmax (the mean includes the heads). Student and
+    teacher are equally wide and deep, so that TinyBERT's learned projections are the identity, and
+    each layer is matched with the teacher's layer of the same index.
 
     Args:
-        student: says how the features lie.
+        student: gives the structure of the features.
         features: the student's and the teacher's, of `state_names` and then `score_names`.
-        masks: of the states.
-        predictions: logits of the student and of the teacher, for matching and masked tokens.
+        masks: from `state_masks`.
+        predictions: logits (student's, teacher's) for matching, and for masked tokens.
 
     Returns:
         A scalar, computed in float32.
@@ -92,7 +96,7 @@ def tinybert(
     images = len([mask for mask in masks if mask is None]) - 1
     texts = [mask for mask in masks[images + 1 :] if mask is not None][2:]
     with torch.autocast(features[0][0].device.type, enabled=False):
-        # the mean over features, given back their number
+        # feature_distillation returns the mean over features, and L has their sum
         loss = feature_distillation(states[0], states[1], masks, "released") * len(masks)
         both = [attention_scores(student, side[len(masks) :]) for side in features]
         for place, (one, other) in enumerate(zip(*both, strict=True)):
@@ -114,7 +118,7 @@ def _layers(model: ALBEF) -> list[Any]:
 
 
 def _runs(model: ALBEF, mask: Tensor, text_negatives: Tensor) -> tuple[Masks, Masks]:
-    """Of the text layers and of the fusion layers: two runs of each."""
+    """Masks of the text layers' and of the fusion layers' features, two runs of each layer."""
     first = model.bert.text_layers
     fused = torch.cat([mask, mask, mask[text_negatives]])
     return [mask, mask] * first, [fused, mask] * (len(_layers(model)) - first)

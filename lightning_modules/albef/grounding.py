@@ -1,7 +1,7 @@
-"""Visual grounding: where in the picture does a fusion layer look for what the phrase says?
+"""Visual grounding: finds the part of an image that a phrase describes, by Grad-CAM.
 
-Grad-CAM on the cross-attention (ALBEF, arXiv 2107.07651, Section 5.4): the attention of each token
-to each patch, times the positive part of the gradient of the matching score by it.
+ALBEF, arXiv 2107.07651, Section 5.4. The heat map is the cross-attention of each token to each
+patch, times the positive part of the matching score's gradient with respect to it.
 """
 
 import copy
@@ -14,23 +14,25 @@ from torchvision.ops import box_convert, box_iou
 
 from lightning_modules.albef.model import RetrievalModel
 
-AREA_POWER = 0.5  # of a box's area that its sum of heat is divided by, as in ALBEF
+AREA_POWER = 0.5  # a box's score is its sum of heat over its area to this power, as in ALBEF's code
 
 
 def grad_cam(
     model: RetrievalModel, images: Tensor, ids: Tensor, mask: Tensor, block: int
 ) -> Tensor:
-    """Heat over the patches, for pairs of images and texts.
+    """Heat maps over the patches, for pairs of images and texts.
 
-        cam = mean over heads and tokens of  A · max(∂s/∂A, 0),   s the logit of a match
+        cam = mean over heads and tokens of  A · max(∂s/∂A, 0)
+
+    with A the cross-attention and s the logit of a match.
 
     Args:
-        model: is run with gradients; its parameters get none.
+        model: its parameters get no gradients.
         images: (B, 3, H, W).
         ids: tokens (B, L).
         mask: 1 for tokens, 0 for padding (B, L).
-        block: the layer whose cross-attention is looked at, counted from the first text layer; the
-            paper's is 8.
+        block: the layer whose cross-attention is used, counted from the first text layer; 8 in the
+            paper.
 
     Returns:
         (B, rows, columns) of patches.
@@ -42,12 +44,12 @@ def grad_cam(
     if not first <= block < len(layers):
         raise ValueError(
             f"block is {block}, expected a fusion layer, {first} to {len(layers) - 1}: the layers "
-            "below read the text alone"
+            "below have no cross-attention"
         )
     attention: Any = layers[block].crossattention.self
-    fast, weights = attention.config, []
-    attention.config = copy.copy(fast)
-    attention.config._attn_implementation = "eager"  # the fused kernels do not say what they saw
+    original, weights = attention.config, []
+    attention.config = copy.copy(original)
+    attention.config._attn_implementation = "eager"  # fused kernels do not return the attention
     handle = attention.register_forward_hook(lambda _, __, output: weights.append(output[1]))
     try:
         with torch.inference_mode(False), torch.enable_grad():
@@ -57,7 +59,7 @@ def grad_cam(
             score = model.match(fused)[:, 1].sum()
             [gradient] = torch.autograd.grad(score, weights)
     finally:
-        attention.config = fast
+        attention.config = original
         handle.remove()
     vision: Any = model.visual_encoder
     heat = weights[0].detach().float() * gradient.float().clamp(min=0)
@@ -67,15 +69,15 @@ def grad_cam(
 
 
 def choose_box(heat: Tensor, size: tuple[int, int], boxes: Tensor) -> int:
-    """Which of the boxes holds most heat for its size.
+    """The box with the most heat relative to its size.
 
     Args:
         heat: (rows, columns) of patches.
-        size: (height, width) of the picture, in pixels.
-        boxes: (K, 4) as x, y, width, height, in its pixels.
+        size: (height, width) of the image, in pixels.
+        boxes: (K, 4) as x, y, width, height, in pixels of the image.
 
     Returns:
-        The box's place.
+        The box's index.
     """
     pixels = F.interpolate(heat[None, None], size=tuple(size), mode="bicubic")[0, 0]
     scores = []

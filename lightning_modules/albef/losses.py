@@ -1,21 +1,24 @@
-"""ALBEF's losses (arXiv 2107.07651, Eqs 1–7) as plain functions, in float32 also under autocast."""
+"""ALBEF's losses (arXiv 2107.07651, Eqs 1–7), computed in float32 even under autocast."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-IGNORED = -100  # a label that takes no part
+IGNORED = -100  # label of examples and tokens without loss
 
 
 def contrastive_targets(logits_m: Tensor, positive: Tensor, alpha: float) -> Tensor:
-    """What an image (or text) should be like (Eq. 6).
+    """Soft targets of the contrastive loss (Eq. 6), for images or for texts.
 
-        y = α · softmax(s_m / τ) + (1 − α) · y_true,   y_true shared evenly by what is positive
+        y = α · softmax(s_m / τ) + (1 − α) · y_true,   y_true uniform over the positive keys
 
     Args:
         logits_m: the momentum model's similarities over τ, (B, K).
-        positive: which of the keys are of the same id, (B, K); at least one in each row.
-        alpha: share of the momentum model's opinion, 0 to 1.
+        positive: true for keys of the row's id, (B, K); at least one in each row.
+        alpha: weight of the momentum model's prediction, 0 to 1.
+
+    Returns:
+        Probabilities (B, K).
     """
     truth = positive.to(logits_m.dtype)
     truth = truth / truth.sum(1, keepdim=True)
@@ -25,19 +28,29 @@ def contrastive_targets(logits_m: Tensor, positive: Tensor, alpha: float) -> Ten
 def contrastive_loss(
     image_logits: Tensor, text_logits: Tensor, image_targets: Tensor, text_targets: Tensor
 ) -> Tensor:
-    """L_itc (Eqs 2 and 6): cross-entropy on soft targets, mean of both directions; all (B, K)."""
+    """L_itc (Eqs 2 and 6): cross-entropy on soft targets, the mean of both directions.
+
+    Args:
+        image_logits: similarities of images with text keys over τ, (B, K).
+        text_logits: similarities of texts with image keys over τ, (B, K).
+        image_targets: from `contrastive_targets`, (B, K).
+        text_targets: from `contrastive_targets`, (B, K).
+
+    Returns:
+        A scalar.
+    """
     image_loss = F.cross_entropy(image_logits, image_targets)
     return (image_loss + F.cross_entropy(text_logits, text_targets)) / 2
 
 
 def draw_negatives(logits: Tensor, ids: Tensor) -> Tensor:
-    """A hard negative for every row: another of the batch, more often the more similar it is.
+    """Draw a hard negative for every row, from softmax(logits) over the batch's other ids.
 
-    Drawn from softmax(logits) over those of another id (Section 3.2 of the paper).
+    Section 3.2 of the paper.
 
     Args:
         logits: similarities over τ within the batch, (B, B).
-        ids: which image each belongs to, (B,).
+        ids: id of the image that each belongs to, (B,).
 
     Returns:
         Indices (B,); `IGNORED` where the batch has no other id.
@@ -53,7 +66,12 @@ def draw_negatives(logits: Tensor, ids: Tensor) -> Tensor:
 def matching_labels(image_negatives: Tensor, text_negatives: Tensor) -> Tensor:
     """Labels (3B,) of the pairs [positive, text with another image, image with another text].
 
-    1 for a match, 0 for none, `IGNORED` where there was no negative to draw.
+    Args:
+        image_negatives: from `draw_negatives`, (B,).
+        text_negatives: from `draw_negatives`, (B,).
+
+    Returns:
+        1 for a match, 0 for none, `IGNORED` where no negative could be drawn.
     """
     negatives = torch.cat([image_negatives, text_negatives])
     zeros = torch.zeros_like(negatives).masked_fill(negatives == IGNORED, IGNORED)
@@ -61,25 +79,25 @@ def matching_labels(image_negatives: Tensor, text_negatives: Tensor) -> Tensor:
 
 
 def matching_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """L_itm (Eq. 4): cross-entropy of (N, 2) on labels (N,)."""
+    """L_itm (Eq. 4), a scalar: cross-entropy of logits (N, 2) on labels (N,)."""
     return F.cross_entropy(precise(logits), labels, ignore_index=IGNORED)
 
 
 def distilled_cross_entropy(
     logits: Tensor, labels: Tensor, logits_m: Tensor | None, alpha: float
 ) -> Tensor:
-    """Cross-entropy on the labels and on the momentum model's opinion (Eq. 7), a number each.
+    """Cross-entropy on the labels and on the momentum model's prediction (Eq. 7).
 
         (1 − α) · CE(labels, p) + α · CE(softmax(logits_m), p)
 
     Args:
         logits: (N, classes).
-        labels: (N,), none ignored.
-        logits_m: of the momentum model, (N, classes); None when there is none.
-        alpha: its share, 0 to 1.
+        labels: (N,), class indices.
+        logits_m: the momentum model's, (N, classes); None without a momentum model.
+        alpha: weight of the momentum model's prediction, 0 to 1.
 
     Returns:
-        (N,).
+        One loss for each row, (N,).
     """
     hard = F.cross_entropy(precise(logits), labels, reduction="none")
     if logits_m is None or alpha == 0:
@@ -89,10 +107,10 @@ def distilled_cross_entropy(
 
 
 def mean_or_zero(values: Tensor) -> Tensor:
-    """The mean, and 0 with its gradient of 0 where there are none: no token was masked."""
+    """The mean of values (N,); 0 with a gradient of 0 where there are none (no masked token)."""
     return values.sum() / max(1, len(values))
 
 
 def precise(tensor: Tensor) -> Tensor:
-    """At least float32."""
+    """The tensor in float32, or in its own type where that is more precise."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,7 +1,7 @@
-"""ALBEF (arXiv 2107.07651): align the image and the text before fusing them.
+"""ALBEF (arXiv 2107.07651): "align before fuse" of an image and a text.
 
 A ViT encodes the image, the lower half of a BERT the text, and its upper half fuses both by
-cross-attention. What stands on top depends on the task; the names are those of ALBEF's checkpoints.
+cross-attention. The heads depend on the task. Parameter names are those of ALBEF's checkpoints.
 """
 
 import difflib
@@ -17,20 +17,20 @@ from lightning_modules.albef.bert import Bert, TokenBert
 from lightning_modules.backbones import build_vision
 
 Task = Literal["pretrain", "retrieval", "entailment", "vqa"]
-# of the released PELA recipe: what is left dense beside pela.layers.SKIP
+# layers that PELA's released code leaves dense in addition to pela.layers.SKIP
 SKIP = ("cls_head", "vision_proj", "text_proj")
-TEMPERATURES = (0.001, 0.5)
+TEMPERATURES = (0.001, 0.5)  # the range of τ, as in ALBEF's code
 
 
 class ALBEF(nn.Module):
-    """The encoders that all tasks have.
+    """The encoders of all tasks.
 
     Args:
         vision: a timm ViT without a head.
         text_encoder: `Bert`, or `TokenBert` for pre-training.
     """
 
-    # what runs the model, besides forward: FSDP2 gathers its parameters for these
+    # methods besides forward that run the model, for which FSDP2 has to gather parameters
     methods: tuple[str, ...] = ("encode_image", "encode_text", "fuse")
 
     def __init__(self, vision: nn.Module, text_encoder: Bert | TokenBert):
@@ -46,27 +46,28 @@ class ALBEF(nn.Module):
 
     @property
     def text_width(self) -> int:
+        """Features D of the text's states."""
         return self.bert.config.hidden_size
 
     def encode_image(self, images: Tensor) -> Tensor:
-        """(B, 3, H, W) → states (B, N, C), the class token first, after the last norm."""
+        """States (B, N, C) of images (B, 3, H, W), class token first, after the final norm."""
         return self.visual_encoder.forward_features(images)  # type: ignore[operator]
 
     def encode_text(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Tokens (B, L) and their mask → states of the text alone (B, L, D)."""
+        """States (B, L, D) of the text layers for tokens (B, L) and their mask."""
         return self.bert.text(ids, mask)
 
     def fuse(self, text: Tensor, mask: Tensor, image: Tensor) -> Tensor:
-        """States of texts and images, pair by pair → fused states (B, L, D)."""
+        """Fused states (B, L, D) of texts (B, L, D) and images (B, N, C), pair by pair."""
         return self.bert.fuse(text, mask, image)
 
 
 class RetrievalModel(ALBEF):
-    """Projections for contrast, and a head that says whether image and text match.
+    """ALBEF with projections for the contrastive loss and a head for image–text matching.
 
     Args:
-        projection: size of the common space.
-        temperature: initial τ; learned, and kept within `TEMPERATURES`.
+        projection: features of the common space.
+        temperature: initial τ, which is learned within the range `TEMPERATURES`.
         **encoders: see `ALBEF`.
     """
 
@@ -76,16 +77,16 @@ class RetrievalModel(ALBEF):
         super().__init__(**encoders)
         self.vision_proj = nn.Linear(self.visual_encoder.num_features, projection)  # type: ignore
         self.text_proj = nn.Linear(self.text_width, projection)
-        # one number in a vector: FSDP2 shards no scalars
+        # a vector of one number, because FSDP2 does not shard scalars
         self.temp = nn.Parameter(torch.full((1,), temperature))
         self.itm_head = nn.Linear(self.text_width, 2)
 
     def project_image(self, states: Tensor) -> Tensor:
-        """The class token's unit vector in the common space, (B, N, C) → (B, projection)."""
+        """Unit vectors (B, projection) of the class tokens of image states (B, N, C)."""
         return F.normalize(self.vision_proj(states[:, 0]).float(), dim=-1)
 
     def project_text(self, states: Tensor) -> Tensor:
-        """The class token's unit vector in the common space, (B, L, D) → (B, projection)."""
+        """Unit vectors (B, projection) of the class tokens of text states (B, L, D)."""
         return F.normalize(self.text_proj(states[:, 0]).float(), dim=-1)
 
     def match(self, fused: Tensor) -> Tensor:
@@ -93,23 +94,23 @@ class RetrievalModel(ALBEF):
         return self.itm_head(fused[:, 0])
 
     def similarity(self, features: Tensor, keys: Tensor) -> Tensor:
-        """s(a, b) / τ of unit vectors, (B, projection) and (projection, K) → (B, K); Eq. 1."""
+        """s(a, b) / τ (B, K) of unit vectors (B, projection) and (projection, K); Eq. 1."""
         with torch.autocast(features.device.type, enabled=False):
             return features @ keys.to(features) / self.temp
 
     @torch.no_grad()
     def limit_temperature(self) -> None:
-        """Put τ back into its range, as is done before each step."""
+        """Clamp τ to its range, in place; to be called before each step."""
         self.temp.clamp_(*TEMPERATURES)
 
 
 class PretrainModel(RetrievalModel):
-    """With a head for masked tokens besides."""
+    """A `RetrievalModel` with a head for masked tokens."""
 
     methods = (*RetrievalModel.methods, "masked_states", "predict_tokens")
 
     def masked_states(self, ids: Tensor, mask: Tensor, image: Tensor) -> Tensor:
-        """Fused states (B, L, D) of partly masked tokens (B, L) and image states (B, N, C)."""
+        """Fused states (B, L, D) of masked texts (B, L) and image states (B, N, C)."""
         return self.bert(ids, mask, image)
 
     def predict_tokens(self, states: Tensor) -> Tensor:
@@ -118,10 +119,10 @@ class PretrainModel(RetrievalModel):
 
 
 class EntailmentModel(ALBEF):
-    """A two-layer classifier on the fused class token.
+    """ALBEF with a two-layer classifier on the fused class token.
 
     Args:
-        classes: of the classifier.
+        classes: number of classes.
         **encoders: see `ALBEF`.
     """
 
@@ -133,16 +134,16 @@ class EntailmentModel(ALBEF):
         self.cls_head = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, classes))
 
     def forward(self, images: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-        """Logits (B, classes)."""
+        """Logits (B, classes) for images (B, 3, H, W) and tokens (B, L) with their mask."""
         fused = self.bert(ids, mask, self.encode_image(images))
         return self.cls_head(fused[:, 0])
 
 
 class AnswerModel(ALBEF):
-    """A causal decoder that writes answers from the fused states of image and question.
+    """ALBEF with a causal decoder that generates answers from the fused states.
 
     Args:
-        decoder_layers: all with cross-attention.
+        decoder_layers: number of decoder layers, all with cross-attention.
         **encoders: see `ALBEF`.
     """
 
@@ -155,7 +156,7 @@ class AnswerModel(ALBEF):
         self.text_decoder = TokenBert(decoder)
 
     def encode_question(self, images: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-        """Fused states (B, L, D)."""
+        """Fused states (B, L, D) of images (B, 3, H, W) and questions (B, L) with their mask."""
         return self.bert(ids, mask, self.encode_image(images))
 
     def decode(self, ids: Tensor, mask: Tensor, question: Tensor, question_mask: Tensor) -> Tensor:
@@ -177,7 +178,7 @@ def build(
     classes: int = 3,
     decoder_layers: int = 6,
 ) -> Any:
-    """ALBEF with a task's head, with random weights; without sizes the paper's.
+    """An ALBEF with a task's heads and random weights; the default sizes are the paper's.
 
     Args:
         task: "pretrain", "retrieval", "entailment" or "vqa".
@@ -185,13 +186,13 @@ def build(
         vision_args: further arguments of timm.create_model (embed_dim, depth, …).
         image_size: side of the images, in pixels; None: 256 for pre-training, else 384.
         text: a BERT's configuration: a folder or hub name, or values of transformers' BertConfig;
-            None is BERT-base, uncased.
-        text_layers: layers that see the text alone.
-        fusion_layers: layers with cross-attention above them.
-        projection: size of the common space (pre-training and retrieval).
-        temperature: initial τ of the contrast (likewise).
-        classes: of the entailment's classifier.
-        decoder_layers: of the answer decoder (VQA).
+            None for BERT-base, uncased.
+        text_layers: number of layers without cross-attention.
+        fusion_layers: number of layers with cross-attention above them.
+        projection: features of the common space (pre-training and retrieval).
+        temperature: initial τ of the contrastive loss (pre-training and retrieval).
+        classes: number of classes (entailment).
+        decoder_layers: number of layers of the answer decoder (VQA).
 
     Returns:
         A `PretrainModel`, `RetrievalModel`, `EntailmentModel` or `AnswerModel`.
@@ -232,9 +233,9 @@ def build(
 
 
 def skipped(model: nn.Module) -> tuple[str, ...]:
-    """The layers of this model that the released PELA recipe leaves dense, for `factorize(skip=)`.
+    """The layers of this model that PELA's released code leaves dense, for `factorize(skip=…)`.
 
-    Image–text matching's head stays dense besides, as all layers with fewer than 10 outputs.
+    The matching head also stays dense, as all layers with fewer than 10 outputs do.
     """
     parts = {part for name, _ in model.named_modules() for part in name.split(".")}
     return tuple(name for name in SKIP if name in parts)

@@ -1,4 +1,4 @@
-"""The momentum model, and the queue of what it saw (arXiv 2107.07651, Section 3.2; MoCo)."""
+"""The momentum model and the queue of its features (arXiv 2107.07651, Section 3.2; MoCo)."""
 
 import copy
 
@@ -6,16 +6,16 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
-NO_ID = -100  # of the random vectors that a new queue is filled with
+NO_ID = -100  # id of the random vectors in a new queue
 
 
 class Momentum(nn.Module):
-    """A copy of a model that follows it: θ_m ← m · θ_m + (1 − m) · θ.
+    """An exponential moving average of a model: θ_m ← m · θ_m + (1 − m) · θ.
 
-    It never trains and has no dropout. Copied after compression, it is as small as the model.
+    It has no gradients and no dropout. Copied from a compressed model, it is as small.
 
     Args:
-        online: is copied with its weights.
+        online: the model to copy and to follow.
         decay: m.
     """
 
@@ -27,24 +27,24 @@ class Momentum(nn.Module):
 
     @torch.no_grad()
     def update(self, online: nn.Module) -> None:
-        """One step after the model; done before the momentum model is used."""
+        """Update the average, in place; to be called before the momentum model is used."""
         pairs = zip(self.model.parameters(), online.parameters(), strict=True)
         for average, parameter in pairs:
             average.mul_(self.decay).add_(parameter, alpha=1 - self.decay)
 
     def train(self, mode: bool = True) -> "Momentum":
-        """Stay in eval mode."""
+        """Stay in eval mode, whatever the mode of the module around it."""
         return super().train(False)
 
 
 class Queue(nn.Module):
-    """The last unit vectors of images and texts, and their ids, oldest overwritten first.
+    """The latest feature vectors of images and texts, and their ids, in ring buffers.
 
-    All ranks hold the same queue: what a step adds is gathered from all, in the order of ranks.
+    All ranks hold the same queue: a step adds the features of all ranks, in the order of ranks.
 
     Args:
-        size: Q, vectors of each kind.
-        width: of a vector.
+        size: Q, number of vectors of each kind.
+        width: features of a vector.
     """
 
     image_queue: Tensor
@@ -61,12 +61,12 @@ class Queue(nn.Module):
 
     @torch.no_grad()
     def add(self, images: Tensor, texts: Tensor, ids: Tensor) -> None:
-        """Put a batch in the place of the oldest.
+        """Replace the oldest vectors by a batch.
 
         Args:
-            images: unit vectors of this rank, (B, width).
-            texts: likewise.
-            ids: which image each belongs to, (B,).
+            images: unit vectors of this rank's images, (B, width).
+            texts: unit vectors of this rank's texts, (B, width).
+            ids: id of the image that each belongs to, (B,).
 
         Raises:
             ValueError: if all ranks' batches together are larger than the queue.
@@ -89,8 +89,13 @@ class Queue(nn.Module):
 def check_queue(size: int, batch_size: int, ranks: int) -> None:
     """Refuse a queue that full batches do not fill evenly, as ALBEF does.
 
+    Args:
+        size: of the queue.
+        batch_size: pairs of a step on one device.
+        ranks: number of devices.
+
     Raises:
-        ValueError: if size is not a multiple of the pairs of a step.
+        ValueError: if size is not a multiple of the pairs of a step on all devices.
     """
     step = batch_size * ranks
     if size % step:
@@ -103,7 +108,7 @@ def check_queue(size: int, batch_size: int, ranks: int) -> None:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """The ranks' tensors (B, …) behind each other (R · B, …); without gradients."""
+    """The ranks' tensors (B, …) concatenated in rank order, (R · B, …); without gradients."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return tensor
     parts = [torch.empty_like(tensor) for _ in range(distributed.get_world_size())]

@@ -1,4 +1,4 @@
-"""Pre-training an ALBEF, and PELA's repair of a low-rank one against its dense original."""
+"""Pre-trains an ALBEF, and repairs a low-rank one against its dense original (PELA)."""
 
 import math
 from typing import Any, Literal
@@ -26,11 +26,11 @@ from lightning_modules.self_distillation.masked_text import mask_tokens
 class Pretraining(Retrieval):
     """ALBEF's pre-training: L_itc + L_itm + L_mlm (arXiv 2107.07651, Section 3.2).
 
-    Evaluation is retrieval on held-out pairs, as in `Retrieval`. The tokenizer, whose special
-    tokens are never masked, is the DataModule's.
+    Evaluation is retrieval on held-out pairs, as in `Retrieval`. Special tokens of the DataModule's
+    tokenizer are never masked.
 
     Args:
-        mask_probability: of each token.
+        mask_probability: probability that a token is masked.
         **kwargs: see `Retrieval`.
     """
 
@@ -47,7 +47,12 @@ class Pretraining(Retrieval):
     def pretrain(
         self, batch: dict[str, Tensor], batch_idx: int
     ) -> tuple[dict[str, Tensor], Pairs, Alignment, Tensor, Tensor, Tensor]:
-        """The losses; the pairs and how they were aligned; the masked texts, labels and states."""
+        """A step's losses and intermediate results.
+
+        Returns:
+            The losses by name; the pairs; their alignment; the masked texts (B, L), their labels
+            (B, L) and fused states (B, L, D).
+        """
         aligned, losses, pairs = self.align(batch, batch_idx)
         tokenizer = self.trainer.datamodule.tokenizer  # type: ignore[attr-defined]
         masked_ids, labels = mask_tokens(
@@ -70,19 +75,21 @@ class Pretraining(Retrieval):
 class Repair(Pretraining):
     """PELA's intermediate stage for an ALBEF: L = L_base + α · L_fd + β · L_rwp.
 
-    arXiv 2310.10700, Eq. 7, with L_base ALBEF's pre-training. The teacher, which the callback
-    FrozenTeacher gives, sees the same images, texts, negatives and masked tokens as the student.
-    L_fd compares the states of image, text and fusion, every run of each layer, without padding;
-    L_rwp the online weights. The momentum model is as low-rank as the student and takes no part.
-    At the steps that the trainer logs, `train/share_…` is each term's share of the gradient.
+    arXiv 2310.10700, Eq. 7, with ALBEF's pre-training losses as L_base. The teacher, from the
+    callback FrozenTeacher, gets the student's images, texts, negatives and masked tokens. L_fd
+    compares the states of the image, text and fusion layers in all their runs, padding left out.
+    L_rwp compares the online weights; the momentum model, which is as low-rank as the student, is
+    in neither. At the steps that the trainer logs, `train/share_…` is each term's share of the
+    gradient.
 
     Args:
-        teacher_from: the dense original's weights; null when init_from gives them.
+        teacher_from: the dense original's weights; null where init_from gives them. Not saved in
+            checkpoints.
         fd_weight: α, weight of the distillation.
         rwp_weight: β, weight of L_rwp.
-        distillation: what α weighs: "pela", L_fd (Eq. 4), or "tinybert", a baseline.
+        distillation: the loss with weight α: "pela", L_fd (Eq. 4), or "tinybert", a baseline.
         setting: form of L_fd and L_rwp, "paper" or "released"; see pela.losses.
-        p: norm of L_rwp, at least 1 or .inf.
+        p: exponent of L_rwp's norm, at least 1 or .inf.
         epsilon: radius ε of L_rwp.
         **kwargs: see `Pretraining`.
     """
@@ -103,17 +110,17 @@ class Repair(Pretraining):
         self.teacher: PretrainModel | None = None
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """What gives the teacher, where a loss needs it."""
+        """FrozenTeacher, if one of the losses needs a teacher."""
         from callbacks.frozen_teacher import FrozenTeacher
 
         h = self.settings
         return [FrozenTeacher()] if h.fd_weight or h.rwp_weight else []
 
     def build_teacher(self) -> PretrainModel:
-        """The dense original, for the callback FrozenTeacher.
+        """The teacher for the callback FrozenTeacher: the dense original.
 
         Raises:
-            ValueError: if its weights are not said, or do not fit it to the last tensor.
+            ValueError: if no weights are given, or a tensor is missing or of another shape.
         """
         source = self.teacher_from or self.init_from
         if source is None:
@@ -148,7 +155,7 @@ class Repair(Pretraining):
         return self.report({**losses, **repairs})
 
     def _distil(self, batch: dict[str, Tensor], batch_idx: int) -> tuple[dict[str, Tensor], Tensor]:
-        """The base losses, and what α weighs."""
+        """The base losses, and the distillation loss without its weight α."""
         h, student, teacher = self.settings, self.model, self.teacher
         assert teacher is not None
         plain = h.distillation == "pela"

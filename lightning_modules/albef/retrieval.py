@@ -1,7 +1,7 @@
-"""Image–text retrieval: contrast finds candidates, image–text matching puts them in order.
+"""Image–text retrieval: candidates by similarity, re-ranked by image–text matching.
 
-ALBEF (arXiv 2107.07651), Section 5.1: for each query the k keys of the highest similarity are fused
-with it, and the score of their match orders them.
+ALBEF (arXiv 2107.07651), Section 5.1: each query is fused with the k keys of highest similarity,
+which are then ranked by the matching head's score.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,22 +13,22 @@ from torch import Tensor
 from lightning_modules.albef.model import RetrievalModel
 from lightning_modules.albef.momentum import gather
 
-BEHIND = 1e4  # keys that were not re-ranked come after all that were, by similarity
-CHUNK = 256  # pairs that are fused at a time
+BEHIND = 1e4  # subtracted from the similarity of keys that are not re-ranked, to rank them last
+CHUNK = 256  # pairs fused at a time
 
 
 @dataclass
 class Gallery:
-    """Encoded images and texts to search in, in the order of `Gallery.collect`.
+    """Encoded images and texts to search in.
 
     Attributes:
         image_features: unit vectors (I, d).
         image_states: (I, N, C).
-        image_ids: (I,).
+        image_ids: (I,), negative for padding of a distributed set.
         text_features: unit vectors (T, d).
         text_states: (T, L, D), padded.
-        text_mask: (T, L).
-        text_ids: the image that each text is of, (T,).
+        text_mask: 1 for tokens, 0 for padding (T, L).
+        text_ids: id of the image that each text belongs to, (T,); negative for padding.
     """
 
     image_features: Tensor
@@ -41,7 +41,7 @@ class Gallery:
 
     @classmethod
     def of(cls, parts: Iterable["Gallery"]) -> "Gallery":
-        """Several galleries behind each other; texts are padded to the longest of them."""
+        """The concatenation of several galleries, with texts padded to the longest of them."""
         parts = list(parts)
         length = max(part.text_mask.shape[1] for part in parts)
         columns = []
@@ -53,7 +53,7 @@ class Gallery:
         return cls(*columns)
 
     def gathered(self) -> "Gallery":
-        """What all ranks hold, where there are several."""
+        """The galleries of all ranks, concatenated."""
         columns = [
             _gather_rows(_lengthen(value, _longest(value)) if "text_" in name else value)
             for name, value in vars(self).items()
@@ -61,7 +61,7 @@ class Gallery:
         return Gallery(*columns)
 
     def valid(self) -> "Gallery":
-        """Without the rows that only filled up a rank: those with a negative id."""
+        """The gallery without the padding of a distributed set: rows with a negative id."""
         images, texts = self.image_ids >= 0, self.text_ids >= 0
         columns = [
             value[images if name.startswith("image") else texts]
@@ -84,7 +84,16 @@ def encode(
     mask: Tensor,
     text_ids: Tensor,
 ) -> Gallery:
-    """One batch of images (B, 3, H, W) and texts (T, L), encoded."""
+    """Encode a batch.
+
+    Args:
+        model: the encoders and projections.
+        images: (B, 3, H, W).
+        image_ids: (B,).
+        ids: tokens (T, L).
+        mask: 1 for tokens, 0 for padding (T, L).
+        text_ids: id of the image that each text belongs to, (T,).
+    """
     image, text = model.encode_image(images), model.encode_text(ids, mask)
     image_features, text_features = model.project_image(image), model.project_text(text)
     return Gallery(image_features, image, image_ids, text_features, text, mask, text_ids)
@@ -98,17 +107,17 @@ def rerank(
     by_text: bool = False,
     rows: Sequence[int] | None = None,
 ) -> Tensor:
-    """Scores of keys for queries: the k most similar by their match, the others behind them.
+    """Scores of all keys for each query: the k most similar by matching, the others below them.
 
     Args:
-        model: fuses and matches.
+        model: the fusion layers and matching head.
         gallery: queries and keys.
-        k: keys of each query that are fused with it; 0 for similarity alone.
-        by_text: texts ask for images; else images for texts.
-        rows: queries to score; all of them when None.
+        k: number of keys to fuse with each query; 0 for similarity alone.
+        by_text: texts are the queries and images the keys; otherwise the reverse.
+        rows: indices of the queries to score; all of them when None.
 
     Returns:
-        (queries, keys).
+        Scores (queries, keys).
     """
     similarity = gallery.similarity.T if by_text else gallery.similarity
     chosen = torch.as_tensor(range(len(similarity)) if rows is None else rows)
@@ -134,29 +143,44 @@ def rerank(
 def rerank_on_all_ranks(
     model: RetrievalModel, gallery: Gallery, k: int, by_text: bool, rank: int, world: int
 ) -> Tensor:
-    """`rerank`, each rank its share of the queries; all ranks get all scores."""
+    """`rerank` with the queries distributed over the ranks; all ranks get all scores.
+
+    Args:
+        model: as for `rerank`.
+        gallery: the same on all ranks.
+        k: as for `rerank`.
+        by_text: as for `rerank`.
+        rank: of this process.
+        world: number of processes.
+
+    Returns:
+        Scores (queries, keys).
+    """
     count = len(gallery.text_ids if by_text else gallery.image_ids)
-    # equally many on each rank, so that sharded models stay in step; some queries come twice
+    # sharded models need equally many queries on each rank, so that some are scored twice
     rows = [(rank + world * turn) % count for turn in range(-(-count // world))]
     part = rerank(model, gallery, k, by_text, rows)
-    places, scores = gather(torch.tensor(rows, device=part.device)), gather(part)
+    queries, scores = gather(torch.tensor(rows, device=part.device)), gather(part)
     complete = torch.empty(count, part.shape[1], device=part.device)
-    complete[places] = scores.float()
+    complete[queries] = scores.float()
     return complete
 
 
 def recall(
     scores: Tensor, query_ids: Tensor, key_ids: Tensor, at: Sequence[int] = (1, 5, 10)
 ) -> list[float]:
-    """R@k: the share of queries with a key of their own id among the k of the highest score.
+    """R@k: the share of queries with a key of their id among the k highest scores.
 
-    A key of another id with an equal score counts as better.
+    A key of another id with an equal score ranks higher.
 
     Args:
         scores: (Q, K).
         query_ids: (Q,).
-        key_ids: (K,); each query has one key or more of its id.
+        key_ids: (K,); at least one key has each query's id.
         at: values of k.
+
+    Returns:
+        One share, 0 to 1, for each value of k.
     """
     relevant = query_ids[:, None] == key_ids[None, :]
     best = scores.masked_fill(~relevant, -torch.inf).max(1).values
@@ -165,7 +189,7 @@ def recall(
 
 
 def _lengthen(tensor: Tensor, length: int) -> Tensor:
-    """Pad (T, L) or (T, L, D) with zeros to a length; leaves (T,) and what is long enough."""
+    """Pad (T, L) or (T, L, D) with zeros to L = length; (T,) and longer tensors are unchanged."""
     if tensor.ndim < 2 or tensor.shape[1] >= length:
         return tensor
     shape = (tensor.shape[0], length - tensor.shape[1], *tensor.shape[2:])
@@ -179,7 +203,7 @@ def _longest(tensor: Tensor) -> int:
 
 
 def _gather_rows(tensor: Tensor) -> Tensor:
-    """The ranks' rows behind each other; ranks may hold different numbers of them."""
+    """The rows of all ranks, concatenated; ranks may hold different numbers of them."""
     counts = gather(torch.tensor([len(tensor)], device=tensor.device)).tolist()
     most = max(counts)
     padded = torch.cat([tensor, tensor.new_zeros(most - len(tensor), *tensor.shape[1:])])

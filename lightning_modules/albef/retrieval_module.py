@@ -1,4 +1,4 @@
-"""Retrieval: contrast and matching, scored by R@k; and grounding, which is trained alike."""
+"""Trains retrieval (contrast and matching, scored by R@k), and grounding, trained likewise."""
 
 from typing import Any, ClassVar
 
@@ -18,19 +18,21 @@ from lightning_modules.albef.retrieval import (
     rerank_on_all_ranks,
 )
 
-DIRECTIONS = {"i2t": False, "t2i": True}  # images ask for texts, texts for images
+DIRECTIONS = {"i2t": False, "t2i": True}  # whether the queries are texts
 
 
 class Retrieval(AlbefModule):
     """ALBEF's retrieval: L_itc + L_itm (arXiv 2107.07651, Section 5.1).
 
-    Evaluation logs R@1, 5 and 10 both ways, `<part>/i2t_r1` (an image asks for its texts) to
-    `<part>/t2i_r10`; their mean `r_mean`; and the same by similarity alone, `<part>/itc_i2t_r1` ….
+    Evaluation logs R@1, 5 and 10 in both directions, `<part>/i2t_r1` (images as queries for texts)
+    to `<part>/t2i_r10`; their mean `r_mean`; and the same by similarity alone,
+    `<part>/itc_i2t_r1` ….
 
     Args:
-        queue_size: vectors that the contrast sees besides the batch's; a multiple of the pairs of
-            a step on all devices.
-        k: keys of each query that matching re-ranks; the paper's are 128 (Flickr30k), 256 (COCO).
+        queue_size: size of the queue of further contrastive keys; a multiple of the pairs of a step
+            on all devices.
+        k: number of keys that matching re-ranks for each query; 128 (Flickr30k) and 256 (COCO) in
+            the paper.
         **kwargs: see `AlbefModule`.
     """
 
@@ -44,7 +46,11 @@ class Retrieval(AlbefModule):
         self.galleries: list[Gallery] = []
 
     def on_fit_start(self) -> None:
-        """Refuse a queue that the batches do not fill evenly."""
+        """Refuse a queue that the batches do not fill evenly.
+
+        Raises:
+            ValueError: see `check_queue`.
+        """
         trainer: Any = self.trainer
         batch_size = getattr(trainer.datamodule, "batch_size", None)
         if batch_size:
@@ -58,7 +64,7 @@ class Retrieval(AlbefModule):
     def align(
         self, batch: dict[str, Tensor], batch_idx: int
     ) -> tuple[Alignment, dict[str, Tensor], Pairs]:
-        """Contrast and match a batch of `CaptionData`."""
+        """The alignment, the losses "itc" and "itm", and the pairs of a batch of `CaptionData`."""
         pairs = Pairs(batch["images"], batch["input_ids"], batch["attention_mask"], batch["index"])
         aligned = align(self.model, self.momentum, self.queue, pairs, self.alpha(batch_idx))
         fused, labels = fuse_pairs(self.model, aligned, pairs.mask)
@@ -74,11 +80,11 @@ class Retrieval(AlbefModule):
         self.galleries.append(self.encode(batch))
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Gallery:
-        """The batch, encoded; `Gallery.of` joins batches."""
+        """The encoded batch; `Gallery.of` joins several."""
         return self.encode(batch)
 
     def encode(self, batch: dict[str, Tensor]) -> Gallery:
-        """A batch of `CaptionData`, encoded."""
+        """Encode a batch of `CaptionData`."""
         return encode(
             self.model,
             batch["images"],
@@ -89,11 +95,11 @@ class Retrieval(AlbefModule):
         )
 
     def on_validation_epoch_end(self) -> None:
-        """Report `val/…`."""
+        """Log the scores under `val/`."""
         self._report("val")
 
     def on_test_epoch_end(self) -> None:
-        """Report `test/…`."""
+        """Log the scores under `test/`."""
         self._report("test")
 
     def _report(self, part: str) -> None:
@@ -116,13 +122,13 @@ class Retrieval(AlbefModule):
 
 
 class Grounding(Retrieval):
-    """RefCOCO+ without boxes to learn from: trained as retrieval, scored by Grad-CAM.
+    """Weakly supervised grounding (RefCOCO+): trained as retrieval, evaluated by Grad-CAM.
 
-    Evaluation logs `<part>/accuracy`: the share of phrases whose chosen box overlaps the meant one
-    by half or more.
+    Evaluation logs `<part>/accuracy`: the share of phrases for which the chosen box has an IoU of
+    at least 0.5 with the true one.
 
     Args:
-        block: layer whose cross-attention is looked at; the paper's is 8.
+        block: layer whose cross-attention is used; 8 in the paper.
         **kwargs: see `Retrieval`.
     """
 
@@ -131,15 +137,15 @@ class Grounding(Retrieval):
         self.accuracy = MeanMetric()
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Look for a phrase."""
+        """Choose a box for a phrase, and add it to the accuracy."""
         self._ground(batch)
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Look for a phrase."""
+        """Choose a box for a phrase, and add it to the accuracy."""
         self._ground(batch)
 
     def _ground(self, batch: dict[str, Tensor]) -> None:
-        if (batch["labels"] < 0).all():  # fills up a rank
+        if (batch["labels"] < 0).all():  # padding of a distributed set
             return
         heat = self.heat(batch)[0]
         height, width = batch["size"].tolist()
@@ -147,7 +153,7 @@ class Grounding(Retrieval):
         self.accuracy.update(float(overlap(batch["box"], batch["candidates"][chosen]) >= 0.5))
 
     def heat(self, batch: dict[str, Tensor]) -> Tensor:
-        """Grad-CAM of each phrase over its picture's patches, (B, rows, columns)."""
+        """Grad-CAM of each phrase over its image's patches, (B, rows, columns)."""
         inputs = (batch["images"], batch["input_ids"], batch["attention_mask"])
         return grad_cam(self.model, *inputs, self.settings.block)
 

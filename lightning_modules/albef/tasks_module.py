@@ -1,4 +1,4 @@
-"""Fine-tuning on a sentence to judge (SNLI-VE) and a question to answer (VQA)."""
+"""Fine-tunes an ALBEF on visual entailment (SNLI-VE) and visual question answering (VQA)."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ class Entailment(AlbefModule):
     Evaluation logs `<part>/accuracy`.
 
     Args:
-        num_classes: of the labels.
+        num_classes: number of classes.
         **kwargs: see `AlbefModule`.
     """
 
@@ -31,7 +31,7 @@ class Entailment(AlbefModule):
         self.accuracy = MulticlassAccuracy(num_classes, average="micro", ignore_index=-100)
 
     def dense(self) -> Any:
-        """The dense model, with as many classes as the labels have."""
+        """The dense model with `num_classes` outputs and random weights."""
         sizes = {**(self.settings.sizes or {}), "classes": self.settings.num_classes}
         return build(self.task, **sizes)
 
@@ -40,7 +40,7 @@ class Entailment(AlbefModule):
         return self.model(batch["images"], batch["input_ids"], batch["attention_mask"])
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Cross-entropy on the labels and on the momentum model's opinion."""
+        """Cross-entropy on the labels and on the momentum model's prediction."""
         inputs = batch["images"], batch["input_ids"], batch["attention_mask"]
         self.momentum.update(self.model)
         with torch.no_grad():
@@ -63,17 +63,17 @@ class Entailment(AlbefModule):
         self.log(f"{part}/accuracy", self.accuracy, on_epoch=True, on_step=False, prog_bar=True)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """The label's place in datamodules' RELATIONS, (B,)."""
+        """The predicted class (B,), an index into datamodules' RELATIONS."""
         return self(batch).argmax(-1)
 
 
 class VQA(AlbefModule):
-    """VQA: a decoder that writes answers, evaluated by ranking a list of candidates.
+    """VQA: a decoder that generates answers, evaluated by ranking a list of candidates.
 
-    arXiv 2107.07651, Section 5.3. Evaluation logs `<part>/accuracy`, VQA's.
+    arXiv 2107.07651, Section 5.3. Evaluation logs `<part>/accuracy`, the VQA challenge's measure.
 
     Args:
-        k: candidates of each question that are scored to the end.
+        k: number of candidates of each question that are scored completely.
         **kwargs: see `AlbefModule`.
     """
 
@@ -84,7 +84,7 @@ class VQA(AlbefModule):
         self.accuracy = MeanMetric()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Cross-entropy on all given answers, weighted by how many gave each."""
+        """Cross-entropy on all given answers, weighted by the share of people who gave each."""
         self.momentum.update(self.model)
         logits = self._decode(self.model, batch)
         with torch.no_grad():
@@ -122,12 +122,12 @@ class VQA(AlbefModule):
 
     def _score(self, part: str, batch: dict[str, Tensor]) -> None:
         chosen = self.rank(batch).argmax(1, keepdim=True)
-        real = batch["labels"] >= 0  # the others fill up a rank
+        real = batch["labels"] >= 0  # not the padding of a distributed set
         scores = batch["scores"].gather(1, chosen)[:, 0][real]
         if len(scores):
             self.accuracy.update(scores)
         self.log(f"{part}/accuracy", self.accuracy, on_epoch=True, on_step=False, prog_bar=True)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """The chosen candidate's place in the list, (B,)."""
+        """The index of the best candidate, (B,)."""
         return self.rank(batch).argmax(1)

@@ -175,6 +175,16 @@ def test_a_compressed_checkpoint_loads_into_every_task(task, tmp_path):
         assert torch.equal(*fused)
 
 
+def test_a_compressed_checkpoint_of_other_sizes_is_refused(tmp_path):
+    """Its low-rank layers would be left uninitialised."""
+    sizes = {**SIZES, "vision_args": {**SIZES["vision_args"], "embed_dim": 32}}
+    original = small("retrieval", **sizes)
+    factorize(original, 2, skip=skipped(original))
+    torch.save(original.state_dict(), tmp_path / "low.pt")
+    with pytest.raises(ValueError, match="low.pt does not fit RetrievalModel: text_encoder"):
+        load_albef(small("retrieval"), tmp_path / "low.pt")
+
+
 def test_equal_output_biases_count_once():
     model = small()
     head = model.text_encoder.cls["predictions"]
