@@ -1,4 +1,4 @@
-"""APET: any number of trainable parameters at any positions (arXiv 2306.02320)."""
+"""APET (arXiv 2306.02320): tunes any number of parameters at any positions of a model."""
 
 from lightning_modules.apet.insert import Apet, apet_of, attach, insert, merge, strip, tunables
 from lightning_modules.apet.label_words import LabelWords

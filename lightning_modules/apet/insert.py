@@ -1,7 +1,8 @@
-"""Any number of trainable parameters at any positions of a model, in place; and the way back.
+"""Inserts trainable parameters at any positions of a model, in place, and removes them again.
 
-APET (arXiv 2306.02320), Section 5.1: only θ is trained, min_θ L(M(Φ, θ)(X), Y). `placement` says
-where θ sits, `layer` computes with it. The model's output is unchanged until θ is trained.
+APET (arXiv 2306.02320), Section 5.1: only θ is trained, min_θ L(M(Φ, θ)(X), Y). placement.py
+chooses the positions of θ, layer.py computes with them. The model's output is unchanged until θ is
+trained.
 """
 
 from collections import defaultdict
@@ -17,7 +18,7 @@ from lightning_modules.apet.layer import Tuned, TunedLinear, give_rows, start, t
 from lightning_modules.apet.placement import OPERATIONS, Operation, Placement, draw, shape_of
 from lightning_modules.apet.prompt import add_prompt, remove_prompt
 
-# what other methods leave on a model whose layers are no longer plain
+# attributes of models whose layers a method has changed, and what the user should do first
 RECORDS = {
     "apet": "strip(model) it first",
     "vera": "merge and strip it first",
@@ -27,13 +28,13 @@ RECORDS = {
 
 @dataclass(frozen=True)
 class Apet:
-    """What `insert` or `attach` did to a model; kept as `model.apet`.
+    """What `insert` or `attach` did to a model; stored as `model.apet`.
 
     Attributes:
-        placement: where the parameters sit.
-        seed: of the draw and of what starts at random.
-        budget, operations: what was drawn for; None where a placement was given.
-        heads: modules that are trained in full besides.
+        placement: the positions of the parameters.
+        seed: of the draw, and of random initial values.
+        budget, operations: arguments of the draw; None where a placement was given.
+        heads: names of modules that are trained in full in addition.
     """
 
     placement: Placement
@@ -56,17 +57,17 @@ def insert(
         model: a transformers or timm model, or any other module.
         budget: number of trainable parameters.
         seed: the same seed gives the same positions on every machine.
-        operations: "add" (elements of the model's own parameters), "concat" (low-rank terms beside
-            linear layers), "plug" (neurons of adapters behind linear layers).
-        heads: names of modules that are trained in full besides, such as a new classifier; they do
-            not count.
+        operations: "add" (elements of the model's parameters), "concat" (low-rank terms parallel to
+            linear layers), "plug" (neurons of adapters after linear layers).
+        heads: names of modules that are trained in full in addition, such as a new classifier; they
+            do not count towards the budget.
 
     Returns:
-        The same model; `model.apet` says what was done.
+        The same model; `model.apet` records what was done.
 
     Raises:
-        ValueError: for a budget, an operation or a head that does not fit the model, or a model
-            that another method has changed in a way that leaves no plain layers.
+        ValueError: before anything is changed, for a budget, an operation or a head that does not
+            fit the model, or a model whose layers another method has changed.
     """
     _refuse(model, heads)
     placement = draw(model, budget, seed, operations, heads)
@@ -74,19 +75,20 @@ def insert(
 
 
 def attach(model: nn.Module, record: Apet) -> nn.Module:
-    """Make what a record says trainable, in place, and freeze the rest.
+    """Insert the parameters of a record, in place, and freeze the rest.
 
     `attach(model, Apet(lora(model, ["query", "value"], rank=8), seed=0))` is LoRA.
 
     Args:
         model: as for `insert`.
-        record: a placement and a seed.
+        record: a placement, a seed and heads.
 
     Returns:
-        The same model.
+        The same model; `model.apet` is the record.
 
     Raises:
-        ValueError: if the placement or a head does not fit the model.
+        ValueError: if the placement or a head does not fit the model, its layers have been changed
+            by another method, or a prompt is asked of a model that embeds no tokens.
     """
     _refuse(model, record.heads)
     placement = record.placement
@@ -98,8 +100,8 @@ def attach(model: nn.Module, record: Apet) -> nn.Module:
     for name in (*placement.concat, *placement.plug, *placement.bias):
         if type(modules.get(name)) not in (nn.Linear, Conv1D):
             raise ValueError(
-                f"{name} is a {type(modules.get(name)).__name__} of this {type(model).__name__}, "
-                "not a plain linear layer, beside which alone something can be inserted"
+                f"{name} is a {type(modules.get(name)).__name__} of this {type(model).__name__}: "
+                "expected a plain linear layer (nn.Linear or Conv1D)"
             )
     model.requires_grad_(False)
     changed: dict[nn.Module, set[str]] = defaultdict(set)
@@ -162,7 +164,11 @@ def apet_of(model: nn.Module) -> Apet:
 
 
 def tunables(model: nn.Module) -> dict[str, nn.Parameter]:
-    """θ: the inserted parameters by name, each once, in the model's order."""
+    """θ: the inserted parameters by name, each once, in the model's order.
+
+    Raises:
+        ValueError: if nothing was inserted.
+    """
     apet_of(model)
     return {
         name: parameter
@@ -173,13 +179,17 @@ def tunables(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def merge(model: nn.Module) -> nn.Module:
-    """Write θ into the model's own weights and make it plain again, in place.
+    """Merge θ into the model's weights, in place, and make the model plain again.
 
-    ADD and CONCAT at linear layers merge exactly (up to rounding); adapters (PLUG), prompts and
-    biases of layers that have none cannot.
+    ADD and CONCAT at linear layers are merged up to rounding. Adapters (PLUG), prompts, and biases
+    of layers without one cannot be merged.
+
+    Returns:
+        The same model.
 
     Raises:
-        ValueError: naming what cannot merge; the model is then left as it was.
+        ValueError: if nothing was inserted, or naming what cannot be merged; the model stays
+            unchanged then.
     """
     placement = apet_of(model).placement
     fixed = {
@@ -192,24 +202,27 @@ def merge(model: nn.Module) -> nn.Module:
             f"{' and '.join(kinds)} cannot be merged into weights: keep the model as it is, or "
             "insert with operations=['add', 'concat']"
         )
-    merged: dict[Any, Tensor] = {}  # a parameter that modules share is merged once
+    merged: dict[Any, Tensor] = {}  # by parameter, so that a shared one is merged once
     for module in _tuned(model):
         for name in type(module).apet_names:  # type: ignore[attr-defined]
             merged[module._parameters[name]] = module.tuned(name)
         if isinstance(module, TunedLinear) and "apet_w4" in module._parameters:
-            whole = module.tuned("weight")
+            weight = module.tuned("weight")
             w3, w4 = (
-                term.to(torch.promote_types(term.dtype, whole.dtype)) for term in module.terms()
+                term.to(torch.promote_types(term.dtype, weight.dtype)) for term in module.terms()
             )
             delta = module.apet_scale * (w3.T @ w4 if isinstance(module, Conv1D) else w4.T @ w3)
-            merged[module._parameters["weight"]] = (whole.to(delta.dtype) + delta).to(whole.dtype)
+            merged[module._parameters["weight"]] = (weight.to(delta.dtype) + delta).to(weight.dtype)
     for parameter, total in merged.items():
         parameter.copy_(total)
     return strip(model)
 
 
 def strip(model: nn.Module) -> nn.Module:
-    """Take θ out again, in place: the model is plain, with the weights it has.
+    """Remove θ, in place; the model is plain again, with its current weights.
+
+    Returns:
+        The same model.
 
     Raises:
         ValueError: if nothing was inserted.
@@ -239,7 +252,7 @@ def _device(layer: nn.Module) -> torch.device:
 
 
 def _places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Every module and local name that holds a parameter, by the parameter's first name."""
+    """The modules that hold each parameter and its name in them, by the parameter's first name."""
     names: dict[int, str] = {}
     places: dict[str, list[tuple[nn.Module, str]]] = defaultdict(list)
     for prefix, module in model.named_modules():

@@ -1,8 +1,8 @@
-"""Classification by a language model: which label's word would it write?
+"""Classifies texts with a language model by the likeliest of the classes' label words.
 
-APET (arXiv 2306.02320), App. D, has BLOOM and T5 write one token behind `Input: {x} Output: `. Here
-the classes' words compete with each other and not with the whole vocabulary, so that the guess of
-chance is one in the number of classes, as the paper's line is.
+In APET (arXiv 2306.02320), App. D, BLOOM and T5 generate one token after `Input: {x} Output: `.
+Here only the label words are compared, not the full vocabulary, so that random guessing scores
+1 / number of classes, the paper's reference line.
 """
 
 from typing import Any
@@ -15,8 +15,8 @@ class LabelWords(nn.Module):
     """A decoder or encoder–decoder of transformers as a classifier.
 
     Args:
-        model: its logits are over the vocabulary.
-        tokens: the token of each class's word.
+        model: the language model, with logits over the vocabulary.
+        tokens: token id of each class's label word.
     """
 
     def __init__(self, model: nn.Module, tokens: list[int]):
@@ -26,18 +26,18 @@ class LabelWords(nn.Module):
 
     @property
     def config(self) -> Any:
-        """The language model's."""
+        """The language model's configuration."""
         return self.model.config
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Logits (B, classes) of prompts (B, L), padded on the right."""
-        places = torch.arange(len(input_ids), device=input_ids.device)
+        """Logits (B, classes) for prompts (B, L), padded on the right."""
+        rows = torch.arange(len(input_ids), device=input_ids.device)
         more: dict[str, Any] = {"use_cache": False}
         if self.config.is_encoder_decoder:
             start = self.config.decoder_start_token_id
             more["decoder_input_ids"] = input_ids.new_full((len(input_ids), 1), start)
-            last = torch.zeros_like(places)
+            last = torch.zeros_like(rows)
         else:
             last = attention_mask.sum(1) - 1
         output = self.model(input_ids=input_ids, attention_mask=attention_mask, **more)
-        return output.logits[places, last][:, self.tokens]
+        return output.logits[rows, last][:, self.tokens]

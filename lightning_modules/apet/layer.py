@@ -1,17 +1,17 @@
-"""What a module becomes when APET tunes something in it: its class with the paper's terms added.
+"""The layers that APET tunes: subclasses of the original classes with the paper's terms added.
 
 APET (arXiv 2306.02320), Section 5.1. A linear layer f becomes
 
     h_out = f(h_in) + α·h_in·W_3·W_4 + σ(f(h_in)·W_5 + b_5)·W_6 + b_6
 
-where f has trainable elements added to its weight and bias (ADD), W_3, W_4 are the terms of CONCAT
-and W_5, W_6 the adapter of PLUG. Any other module, a norm or an embedding, sees its parameters with
-their trainable elements added. What is added starts at zero, so the output does too.
+where f has trainable elements added to its weight and bias (ADD), W_3 and W_4 are the factors of
+CONCAT, and W_5 and W_6 the adapter of PLUG. Any other module, such as a norm or an embedding,
+computes with its parameters plus their trainable elements. All added terms start at zero.
 
-Element-wise tuning needs ∂L/∂W at a few thousand places, and a dense gradient costs half of the
-layer's other work. `_TunedLinear` computes it at those places only, as Σ_t g_ti·x_tj, as long as
-that is cheaper; W plus its elements is built again in the backward pass rather than kept, and so
-are most inputs (recompute.py).
+Element-wise tuning needs ∂L/∂W at a few thousand positions, and a dense gradient costs half as much
+as the rest of the layer's computation. `_TunedLinear` computes it at those positions only, as
+Σ_t g_ti·x_tj, where that is cheaper. W plus its elements is recomputed in the backward pass instead
+of saved, and so are most inputs (recompute.py).
 """
 
 import functools
@@ -29,18 +29,18 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_modules.apet.recompute import not_kept
 
-# an element costs at most as much as so many of a dense product, whose numbers are used again for
-# neighbours while they are in the cache
+# an element of the sampled product costs at most as much as so many elements of the dense product,
+# which reads its inputs from the cache more often
 SAMPLE_COST = 12
-SAMPLED = ("cpu", "cuda")  # where torch has a product that computes some elements only
+SAMPLED = ("cpu", "cuda")  # device types on which torch can compute single elements of a product
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
 
 
 class Tuned(nn.Module):
-    """A module some of whose parameters have trainable elements.
+    """A module with trainable elements added to some of its parameters.
 
-    The parameters keep their names and values; `apet_add_<name>` holds what is added to the
-    elements that the buffer `apet_index_<name>` lists, or to all of them where there is none.
+    The parameters keep their names and values. The parameter `apet_add_<name>` is added to the
+    elements of <name> that the buffer `apet_index_<name>` lists, or to all elements without one.
     """
 
     def tuned(self, name: str) -> Tensor:
@@ -60,7 +60,11 @@ class Tuned(nn.Module):
 
 
 class TunedLinear(Tuned):
-    """A linear layer (nn.Linear, or transformers' Conv1D) with all that APET may add to it."""
+    """A linear layer (nn.Linear, or transformers' Conv1D) with APET's terms.
+
+    Attributes:
+        apet_scale: α.
+    """
 
     apet_scale: float = 1.0
 
@@ -72,8 +76,8 @@ class TunedLinear(Tuned):
             return self.output(x)
 
     def output(self, x: Tensor) -> Tensor:
-        """h_out of an input of the type that is computed in."""
-        tall = isinstance(self, Conv1D)
+        """h_out (…, out) of an input x (…, in), in the type of x."""
+        tall = isinstance(self, Conv1D)  # the weight is (in, out)
         weight: Any = self._parameters["weight"]
         values = self._parameters.get("apet_add_weight")
         index = self._buffers.get("apet_index_weight")
@@ -99,11 +103,11 @@ class TunedLinear(Tuned):
         return output
 
     def terms(self) -> tuple[Tensor, Tensor]:
-        """W_3 as (r, in) and W_4 as (r, out)."""
+        """The factors of CONCAT: W_3 transposed, (r, in), and W_4 (r, out)."""
         return _rows(self, "w3"), _rows(self, "w4")
 
     def neurons(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """W_5 as (w, out), b_5 (w,), W_6 as (w, out), and b_6 (out,) where there is one."""
+        """The adapter of PLUG: W_5 transposed, (w, out), b_5 (w,), W_6 (w, out), and b_6 (out,)."""
         w5, trained = _rows(self, "w5"), self._parameters.get("apet_b5")
         b5 = w5.new_zeros(len(w5))
         if trained is not None:
@@ -112,7 +116,7 @@ class TunedLinear(Tuned):
 
 
 class TunedEmbedding(Tuned):
-    """An embedding that adds to the rows which a batch reads, and to no copy of the whole table."""
+    """An embedding that adds trainable elements only to the rows that a batch reads."""
 
     def forward(self, ids: Tensor) -> Tensor:
         table: Any = self._parameters["weight"]
@@ -120,14 +124,14 @@ class TunedEmbedding(Tuned):
         index: Any = self._buffers.get("apet_index_weight")
         if values is None or index is None or self.max_norm is not None:
             return super().forward(ids)
-        rows, place = ids.unique(return_inverse=True)
+        rows, local_ids = ids.unique(return_inverse=True)
         row, column = index // table.shape[1], index % table.shape[1]
-        at_row = torch.searchsorted(rows, row).clamp(max=len(rows) - 1)
-        read = rows[at_row] == row
-        where = (at_row[read], column[read])
+        local_row = torch.searchsorted(rows, row).clamp(max=len(rows) - 1)
+        read = rows[local_row] == row
+        where = (local_row[read], column[read])
         kind = torch.promote_types(table.dtype, values.dtype)
         read_rows = table[rows].to(kind).index_put(where, values[read].to(kind), accumulate=True)
-        return F.embedding(place, read_rows.to(table.dtype))
+        return F.embedding(local_ids, read_rows.to(table.dtype))
 
 
 class _ScatterAdd(torch.autograd.Function):
@@ -147,7 +151,7 @@ class _ScatterAdd(torch.autograd.Function):
 
 
 class _TunedLinear(torch.autograd.Function):
-    """x (W + Δ)ᵀ, or x (W + Δ) where W is (in, out), Δ being sparse and alone trainable."""
+    """x (W + Δ)ᵀ, or x (W + Δ) where W is (in, out), with a sparse Δ; W gets no gradient."""
 
     @staticmethod
     def forward(
@@ -175,7 +179,7 @@ class _TunedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             grad_bias = grad.flatten(0, -2).sum(0)
         if ctx.needs_input_grad[3]:
-            # rows of the weight are those of `left`
+            # the gradient of the weight is leftᵀ · right
             left, right = (x, grad) if ctx.tall else (grad, x)
             left, right = left.flatten(0, -2), right.flatten(0, -2)
             grad_values = at(left, right, index, weight.shape[1]).to(values.dtype)
@@ -183,9 +187,9 @@ class _TunedLinear(torch.autograd.Function):
 
 
 class _Behind(torch.autograd.Function):
-    """y W_5ᵀ behind a linear layer, y = x Wᵀ + b, without keeping y.
+    """y W_5ᵀ after a linear layer, y = x Wᵀ + b, without saving y.
 
-    ∂L/∂W_5 = gᵀ y = (gᵀ x) Wᵀ + (Σ_t g_t) bᵀ, of which gᵀ x has few rows.
+    ∂L/∂W_5 = gᵀ y = (gᵀ x) Wᵀ + (Σ_t g_t) bᵀ, which is cheap because gᵀ x has few rows.
     """
 
     @staticmethod
@@ -221,13 +225,13 @@ def added(base: Tensor, values: Tensor, index: Tensor) -> Tensor:
 
 
 def at(left: Tensor, right: Tensor, index: Tensor, columns: int) -> Tensor:
-    """Elements of leftᵀ · right, (n,), at flat indices, in at least float32 where they are few.
+    """The elements (n,) of leftᵀ · right at flat indices, in at least float32 where they are few.
 
     Args:
         left: (T, rows).
         right: (T, columns).
         index: (n,), row · columns + column, ascending.
-        columns: of the product.
+        columns: number of columns of the product.
     """
     if len(index) * SAMPLE_COST >= left.shape[1] * columns or left.device.type not in SAMPLED:
         return (left.T @ right).flatten()[index]
@@ -245,27 +249,38 @@ def at(left: Tensor, right: Tensor, index: Tensor, columns: int) -> Tensor:
 
 @functools.cache
 def tuned_class(kind: Any, names: tuple[str, ...]) -> type:
-    """What a module of a class becomes when elements of the named parameters are trainable."""
+    """The subclass of a module's class in which the named parameters have trainable elements.
 
-    def seen(name: str) -> property:
+    Args:
+        kind: the module's class.
+        names: local names of those parameters.
+    """
+
+    def with_elements(name: str) -> property:
         return property(lambda module: module.tuned(name))
 
     base = {nn.Linear: TunedLinear, Conv1D: TunedLinear, nn.Embedding: TunedEmbedding}
-    members: dict[str, Any] = {name: seen(name) for name in names}
+    members: dict[str, Any] = {name: with_elements(name) for name in names}
     members |= {"apet_kind": kind, "apet_names": names, "__module__": kind.__module__}
     return type(kind.__name__, (base.get(kind, Tuned), kind), members)
 
 
 def _rebuild(kind: type, names: tuple[str, ...]) -> Any:
     """An empty module of a tuned class, for pickle and copy."""
-    made: Any = tuned_class(kind, names)
-    return made.__new__(made)
+    tuned: Any = tuned_class(kind, names)
+    return tuned.__new__(tuned)
 
 
 def start(seed: int, name: str, shape: tuple[int, int]) -> Tensor:
-    """Random rows of W_3 or W_5, uniform ±1/√fan_in, the same on every machine.
+    """Random initial values of W_3 or W_5, uniform in ±1/√fan_in, the same on every machine.
 
-    nn.Linear's own start (Kaiming uniform with a = √5), which LoRA's A and adapters have.
+    This is nn.Linear's initialisation (Kaiming uniform with a = √5), which LoRA's A and adapters
+    have as well.
+
+    Args:
+        seed: of the random numbers.
+        name: distinguishes the layers of a model.
+        shape: (rows, fan_in).
     """
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     random = np.random.RandomState(np.frombuffer(digest[:16], dtype="<u4"))
@@ -276,16 +291,16 @@ def start(seed: int, name: str, shape: tuple[int, int]) -> Tensor:
 def give_rows(
     layer: nn.Module, name: str, rows: int, width: int, trainable: int, first: Tensor | None
 ) -> None:
-    """Give a layer a matrix (rows, width) of which the first elements, row by row, train.
+    """Add a matrix (rows, width) to a layer, whose first elements, row by row, are trainable.
 
     Args:
-        layer: receives the parameter `apet_<name>`, and the buffer `apet_<name>_rest` where the
-            last row trains in part.
+        layer: receives the parameter `apet_<name>`, and the buffer `apet_<name>_rest` for the
+            elements that are not trainable.
         name: "w3", "w4", "w5" or "w6".
-        rows: of the matrix.
-        width: of the matrix.
-        trainable: elements that train; the others stay what they start as.
-        first: what the matrix starts as; zeros when None.
+        rows: number of rows of the matrix.
+        width: number of columns of the matrix.
+        trainable: number of trainable elements; the others keep their initial values.
+        first: initial values; zeros when None.
     """
     device = layer._parameters["weight"].device  # type: ignore[union-attr]
     flat = torch.zeros(rows * width) if first is None else first.flatten()

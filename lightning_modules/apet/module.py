@@ -1,4 +1,4 @@
-"""Fine-tuning of decoders and encoder–decoders: label words and longer texts (APET, App. D)."""
+"""Fine-tunes decoders and encoder–decoders on label words or on longer texts (APET, App. D)."""
 
 from typing import Any, Literal
 
@@ -13,15 +13,15 @@ from lightning_modules.vera.text_module import TextTuning
 
 
 class LabelWordTuning(TextTuning):
-    """A decoder or encoder–decoder that writes a class's word behind `Input: {x} Output:`.
+    """A decoder or encoder–decoder that predicts a label word after `Input: {x} Output:`.
 
-    The DataModule makes the prompts and knows the words' tokens (`data.label_words`).
+    The DataModule makes the prompts and has the words' tokens (`data.label_words`).
 
     Args:
-        num_classes: of the task.
+        num_classes: number of classes.
         architecture: a hub name, a folder with config.json, or a model type such as "bloom".
-        label_tokens: token of each class's word; null: the DataModule's, which the checkpoint then
-            carries.
+        label_tokens: token id of each class's word; null for the DataModule's, which are then saved
+            in the checkpoint.
         **kwargs: see `FineTuning`.
     """
 
@@ -35,10 +35,10 @@ class LabelWordTuning(TextTuning):
         super().__init__(num_classes=num_classes, architecture=architecture, **kwargs)
 
     def build(self) -> nn.Module:
-        """A transformers model that writes, as a classifier.
+        """The language model as a classifier, see `LabelWords`.
 
         Raises:
-            ValueError: if the label words are not known.
+            ValueError: if neither `label_tokens` nor the DataModule gives label words.
         """
         h: Any = self.hparams
         if h.label_tokens is None:
@@ -55,22 +55,22 @@ class LabelWordTuning(TextTuning):
         return LabelWords(model, h.label_tokens)
 
     def _adapt(self, model: Any) -> None:
-        super()._adapt(model.model)  # prompts go before the language model's own input
+        super()._adapt(model.model)  # a prompt is added to the language model's input
 
     def default_heads(self, model: nn.Module) -> list[str]:
-        """None: the label words are in the vocabulary."""
+        """No modules: the label words are in the vocabulary."""
         return []
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Logits (B, C) of the classes' words."""
+        """Logits (B, C) of the label words."""
         assert self.model is not None
         return self.model(**text_inputs(batch, self.model))
 
 
 class TextToTextTuning(LanguageTuning):
-    """A decoder or encoder–decoder that writes an answer or a summary behind its input.
+    """A decoder or encoder–decoder that generates an answer or a summary of its input.
 
-    The loss is the mean over the target's tokens; texts are scored after generation.
+    The loss is the mean over the target's tokens; generated texts are scored in recipes.
 
     Args:
         architecture: a hub name, a folder with config.json, or a model type such as "t5".
@@ -81,10 +81,10 @@ class TextToTextTuning(LanguageTuning):
         super().__init__(architecture=architecture, **kwargs)
 
     def build(self) -> nn.Module:
-        """A transformers model that writes.
+        """The language model.
 
         Raises:
-            ValueError: if the batches are made for the other kind of model.
+            ValueError: if the DataModule's batches are for the other kind of language model.
         """
         h: Any = self.hparams
         task = task_of(h.architecture)
@@ -103,7 +103,7 @@ class TextToTextTuning(LanguageTuning):
         return model
 
     def outputs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Logits (n, V) of the n tokens that count, and those tokens (n,)."""
+        """Logits (n, V) that predict the n tokens with a label, and those tokens (n,)."""
         model: Any = self.model
         if not model.config.is_encoder_decoder:
             return super().outputs(batch)
@@ -115,7 +115,7 @@ class TextToTextTuning(LanguageTuning):
 
 
 def task_of(architecture: str) -> Literal["seq2seq", "causal"]:
-    """Which kind of language model has this name."""
+    """`build_text`'s task for an architecture: "seq2seq" for encoder–decoders, else "causal"."""
     config = (
         transformers.AutoConfig.for_model(architecture)
         if architecture in transformers.CONFIG_MAPPING

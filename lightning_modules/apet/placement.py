@@ -1,20 +1,21 @@
-"""Where a budget of trainable parameters goes: drawn by a seed, exact to the single parameter.
+"""The positions of a budget of trainable parameters, drawn at random and met exactly.
 
-APET (arXiv 2306.02320), Section 5.1 and Appendix C: tunable weights may sit anywhere in a model, in
+APET (arXiv 2306.02320), Section 5.1 and Appendix C: tunable weights may be anywhere in a model, in
 any structure, down to single elements of existing weights; a budget fixes their number. A
-`Placement` says where they sit, `draw` makes one at random, and `bitfit`, `lora`, `adapter` and
-`prompt` write the usual tuning methods in the same form.
+`Placement` holds the positions, `draw` draws them at random, and `bitfit`, `lora`, `adapter` and
+`prompt` express the usual tuning methods in the same form.
 
-The draw. The budget is divided evenly among the operations.
+The draw divides the budget evenly among the operations:
 
-    add      elements of the model's own parameters, uniformly without replacement
-    concat   rank-one terms of random linear layers: one row of W_3 and one column of W_4
-    plug     hidden neurons of random linear layers' adapters: one of W_5 (with its bias) and of W_6
+    add      elements of the model's parameters, uniformly without replacement
+    concat   rank-one terms of random linear layers: one column of W_3 and one row of W_4
+    plug     hidden neurons of adapters at random linear layers: one column of W_5 (with its bias)
+             and one row of W_6
 
-A linear layer is drawn uniformly for each term or neuron. The last one is cut so that the count is
-met: the part that starts at zero (W_4, W_6) trains first, so that every parameter has a gradient.
-The released code (OpenDelta) takes whole tensors greedily instead and misses the budget by up to
-15 %, with positions that hardly vary.
+For each term or neuron a linear layer is drawn uniformly. The last one is truncated to meet the
+budget: the part that starts at zero (W_4, W_6) becomes trainable first, so that every parameter has
+a gradient. The released code (OpenDelta) instead takes full tensors greedily, misses the budget by
+up to 15 %, and its positions hardly vary.
 """
 
 import hashlib
@@ -31,22 +32,24 @@ from transformers.pytorch_utils import Conv1D
 Operation = Literal["add", "concat", "plug"]
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 
-# their forward passes read a linear layer's weight without calling the layer, so that what is
-# inserted beside it would be left out in silence
+# classes and modules whose forward passes read a linear layer's weight without calling the layer,
+# which would silently leave out what is inserted there
 READ_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 READ_WEIGHTS_MODULES = ("timm.models.beit", "timm.models.eva")
 
 
 @dataclass
 class Placement:
-    """Where trainable parameters sit in one model.
+    """The positions of trainable parameters in a model.
 
     Attributes:
-        add: name of a parameter → the flat indices (n,) of its trainable elements, or None for all.
-        bias: linear layers without a bias that get one, which starts at zero (T5's BitFit).
-        concat: linear layer → (trainable elements of W_3, of W_4, both row by row).
-        plug: linear layer → (trainable elements of W_5, of its bias, of W_6, of W_6's bias).
-        prompt: soft tokens before the input.
+        add: name of a parameter → flat indices (n,) of its trainable elements, or None for all.
+        bias: names of linear layers without a bias that get one, starting at zero (T5's BitFit).
+        concat: name of a linear layer → numbers of trainable elements of W_3 and W_4, which are
+            filled term by term.
+        plug: name of a linear layer → numbers of trainable elements of W_5, b_5, W_6 and b_6, which
+            are filled neuron by neuron.
+        prompt: number of soft tokens before the input.
         scale: α of concat.
     """
 
@@ -58,7 +61,7 @@ class Placement:
     scale: float = 1.0
 
     def digest(self) -> str:
-        """SHA-256 of all that is in it: equal on every machine for equal positions."""
+        """SHA-256 of the content; equal on every machine for equal positions."""
         positions = hashlib.sha256()
         for name, index in self.add.items():
             positions.update(f"{name} ".encode())
@@ -70,11 +73,11 @@ class Placement:
 
 
 def linear_layers(model: nn.Module, heads: Sequence[str] = ()) -> dict[str, Any]:
-    """The linear layers beside which something can be inserted, by name.
+    """The linear layers at which parameters can be inserted, by name.
 
     Args:
         model: any module.
-        heads: modules to leave out.
+        heads: names of modules to leave out.
     """
     output = _output_layer(model)
     closed = [
@@ -110,18 +113,19 @@ def draw(
 ) -> Placement:
     """A random placement of exactly `budget` parameters.
 
-    The same seed gives the same placement on every machine: numpy's RandomState is frozen.
+    The same seed gives the same placement on every machine: numpy guarantees that RandomState does
+    not change between versions.
 
     Args:
-        model: any module; on the meta device too.
+        model: any module, which may be on the meta device.
         budget: number of trainable parameters.
         seed: of the draw.
-        operations: which kinds of weights, see the module's description.
-        heads: modules that are trained in full besides, and do not count.
+        operations: kinds of parameters, see the module's description.
+        heads: names of modules that are trained in full in addition; they do not count.
 
     Raises:
         ValueError: for a budget below 1 or above the model's parameters, an unknown operation, or
-            one that this model has no place for.
+            "concat" or "plug" on a model without linear layers.
     """
     parameters = body_parameters(model, heads)
     total = sum(parameter.numel() for parameter in parameters.values())
@@ -162,7 +166,7 @@ def _draw_elements(
 ) -> dict[str, Tensor | None]:
     sizes = np.array([parameter.numel() for parameter in parameters.values()])
     total = int(sizes.sum())
-    if 2 * count > total:  # then it is quicker to draw what stays frozen
+    if 2 * count > total:  # drawing the frozen elements is faster
         trainable = np.ones(total, dtype=bool)
         trainable[_distinct(random, total, total - count)] = False
         chosen = np.flatnonzero(trainable)
@@ -223,7 +227,15 @@ def _draw_neurons(
 
 
 def bitfit(model: nn.Module, heads: Sequence[str] = ()) -> Placement:
-    """BitFit (Ben Zaken et al., 2022) as ADD: every bias; a linear layer without one gets one."""
+    """BitFit (Ben Zaken et al., 2022) as ADD: every bias, or new ones if the model has none (T5).
+
+    Args:
+        model: the model.
+        heads: names of modules to leave out.
+
+    Raises:
+        ValueError: if the model has neither biases nor linear layers.
+    """
     biases: dict[str, Tensor | None] = {
         name: None for name in body_parameters(model, heads) if name.split(".")[-1] == "bias"
     }
@@ -243,8 +255,11 @@ def lora(
     Args:
         model: the model.
         targets: ends of the layers' names, such as ["query", "value"].
-        rank: of each layer.
+        rank: rank r of every layer's update.
         alpha: the scale is alpha / rank; 1 when None.
+
+    Raises:
+        ValueError: if no linear layer's name ends so.
     """
     chosen = _ending_in(model, targets)
     terms = {
@@ -255,12 +270,15 @@ def lora(
 
 
 def adapter(model: nn.Module, targets: Sequence[str], width: int = 24) -> Placement:
-    """Adapters (Houlsby et al., 2019) as PLUG, behind the named layers.
+    """Adapters (Houlsby et al., 2019) as PLUG, after the named layers.
 
     Args:
         model: the model.
-        targets: ends of the names of the last layers of attention and of the feed-forward part.
-        width: hidden neurons of each.
+        targets: ends of the names of the output layers of attention and feed-forward network.
+        width: number of hidden neurons of an adapter.
+
+    Raises:
+        ValueError: if no linear layer's name ends so.
     """
     chosen = {name: shape_of(layer)[0] for name, layer in _ending_in(model, targets).items()}
     return Placement(plug={n: (width * d, width, width * d, d) for n, d in chosen.items()})
@@ -279,7 +297,7 @@ def shape_of(layer: Any) -> tuple[int, int]:
 
 
 def inside(name: str, modules: Sequence[str]) -> bool:
-    """Whether a module or parameter is one of the modules or lies in one."""
+    """Whether a module or parameter name is that of a module or of something inside one."""
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 

@@ -1,9 +1,9 @@
 """Soft tokens before the input: prompt tuning (Lester et al., 2021) on a transformers model.
 
-In APET's Equation (arXiv 2306.02320, Section 5.1) this is CONCAT at the input: rows W_2 beside the
-embedded tokens. Encoders and decoders get the rows before their input, encoder–decoders before the
-encoder's. The attention mask grows with them, and outputs over positions lose them again, so that
-labels, losses and `generate` see the lengths they know.
+In APET (arXiv 2306.02320, Section 5.1) this is CONCAT at the input: rows W_2 are prepended to the
+embedded tokens. In an encoder–decoder they are prepended to the encoder's input. The attention mask
+is extended, and the rows' positions are removed from the outputs again, so that labels, losses and
+`generate` work with the original lengths.
 """
 
 from typing import Any
@@ -16,14 +16,14 @@ IGNORED = -100  # transformers' label of a position without loss
 
 
 def add_prompt(model: nn.Module, tokens: int, seed: int) -> None:
-    """Put trainable rows before the input of a transformers model, in place.
+    """Prepend trainable rows to the embedded input of a transformers model, in place.
 
-    They start as embeddings of tokens drawn from the vocabulary by the seed, as peft's do.
+    Their initial values are the embeddings of tokens drawn from the vocabulary, as in peft.
 
     Args:
-        model: a transformers encoder, decoder or encoder–decoder, with its head or without.
-        tokens: rows.
-        seed: of the start.
+        model: a transformers encoder, decoder or encoder–decoder, with or without its head.
+        tokens: number of rows.
+        seed: of that draw.
 
     Raises:
         ValueError: if the model does not embed tokens.
@@ -37,8 +37,8 @@ def add_prompt(model: nn.Module, tokens: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(embed.num_embeddings, (tokens,), generator=generator)
     with torch.no_grad():
-        start = embed.weight[rows.to(embed.weight.device)].float().clone()
-    model.apet_prompt = nn.Parameter(start)
+        initial = embed.weight[rows.to(embed.weight.device)].float().clone()
+    model.apet_prompt = nn.Parameter(initial)
     config: Any = model.config
     hook = _before_encoder_decoder if config.is_encoder_decoder else _before
     handles = [model.register_forward_pre_hook(hook, with_kwargs=True)]
@@ -52,7 +52,7 @@ def add_prompt(model: nn.Module, tokens: int, seed: int) -> None:
 
 
 def remove_prompt(model: nn.Module) -> None:
-    """Take the rows out again."""
+    """Remove the rows and their hooks, in place."""
     for handle in getattr(model, HOOKS):
         handle.remove()
     delattr(model, HOOKS)
@@ -60,13 +60,13 @@ def remove_prompt(model: nn.Module) -> None:
 
 
 def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Rows before the input of an encoder or decoder; a cached prefix has them already."""
+    """Prepend the rows to an encoder's or decoder's input, unless a cached prefix contains them."""
     kwargs = _named(args, kwargs)
     past = kwargs.get("past_key_values")
     cached = past is not None and past.get_seq_length() > 0
     rows = len(model.apet_prompt)  # type: ignore[arg-type]
     kwargs["attention_mask"] = _longer(kwargs.get("attention_mask"), rows, 1)
-    kwargs.pop("cache_position", None)  # the model counts for itself
+    kwargs.pop("cache_position", None)  # the model computes it for the longer input
     positions = kwargs.get("position_ids")
     if positions is not None:
         positions = positions + rows
@@ -83,7 +83,7 @@ def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
 
 
 def _after(model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-    """Outputs without the rows' own positions."""
+    """Remove the rows' positions from the outputs."""
     embedded = kwargs.get("inputs_embeds")
     if embedded is None:
         return output
@@ -97,7 +97,7 @@ def _after(model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -
 def _before_encoder_decoder(
     model: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
-    """The mask that the decoder attends the encoder by; the encoder's own hook does the rest."""
+    """Extend the mask of the decoder's cross-attention; `_EncoderHook` prepends the rows."""
     kwargs = _named(args, kwargs)
     rows = len(model.apet_prompt)  # type: ignore[arg-type]
     kwargs["attention_mask"] = _longer(kwargs.get("attention_mask"), rows, 1)
@@ -105,7 +105,7 @@ def _before_encoder_decoder(
 
 
 class _EncoderHook:
-    """Rows before the encoder's input, whether the model calls it or `generate` does."""
+    """Prepends the rows to the encoder's input, whether the model or `generate` calls it."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -125,8 +125,8 @@ def _named(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     names = ("input_ids", "attention_mask")
     if len(args) > len(names):
         raise ValueError(
-            f"a model with a prompt takes input_ids and attention_mask by position and the rest by "
-            f"name; it was given {len(args)} arguments by position"
+            f"a model with a prompt takes only input_ids and attention_mask by position, and got "
+            f"{len(args)} arguments by position: give the others by name"
         )
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
@@ -145,7 +145,7 @@ def _longer(values: Tensor | None, rows: int, fill: int) -> Tensor | None:
         return None
     if values.ndim != 2:
         raise ValueError(
-            f"a mask of shape {tuple(values.shape)} cannot be made longer for the prompt: give one "
-            "of shape (batch, length)"
+            f"a mask of shape {tuple(values.shape)} cannot be extended for the prompt: give one of "
+            "shape (batch, length)"
         )
     return torch.cat([values.new_full((len(values), rows), fill), values], 1)

@@ -1,10 +1,10 @@
-"""Inputs of layers that are computed again in the backward pass rather than kept for it.
+"""Recomputes the inputs of layers in the backward pass instead of saving them.
 
-What trains beside a linear layer needs the layer's input for its gradient. LoRA at queries and
-values keeps one input for each block; a draw over all layers would keep that of the output
-projection and both of the feed-forward part too, the last four times as wide. But most inputs are
-cheap functions of what autograd keeps anyway: an activation's output of its input, a norm's of its
-input, mean and deviation, a gate's of its factors. They are computed from these again.
+The gradient of parameters at a linear layer needs the layer's input. LoRA at queries and values
+saves one input for each block. Positions drawn over all layers would also save those of the output
+projection and of both feed-forward layers, the last one four times as wide. But most inputs are
+cheap functions of tensors that autograd saves anyway: an activation function saves its input, a
+norm its input, mean and deviation, a product its factors. The inputs are recomputed from these.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 @contextlib.contextmanager
 def not_kept(x: Tensor) -> Iterator[None]:
-    """Operations inside do not keep x for the backward pass, where it can be had again.
+    """Within the context, operations do not save x for the backward pass if it can be recomputed.
 
     Args:
         x: input of a layer.
@@ -27,26 +27,26 @@ def not_kept(x: Tensor) -> Iterator[None]:
     if again is None or not x.is_contiguous():
         yield
         return
-    place, count, kind = x.data_ptr(), x.numel(), x.dtype
+    address, count, kind = x.data_ptr(), x.numel(), x.dtype
 
-    def pack(kept: Tensor) -> Any:
-        is_x = kept.data_ptr() == place and kept.numel() == count and kept.dtype == kind
-        return tuple(kept.shape) if is_x and kept.is_contiguous() else kept
+    def pack(saved: Tensor) -> Any:
+        is_x = saved.data_ptr() == address and saved.numel() == count and saved.dtype == kind
+        return tuple(saved.shape) if is_x and saved.is_contiguous() else saved
 
-    def unpack(kept: Any) -> Tensor:
-        return again().reshape(kept) if isinstance(kept, tuple) else kept
+    def unpack(saved: Any) -> Tensor:
+        return again().reshape(saved) if isinstance(saved, tuple) else saved
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
 
 
 def origin(x: Tensor) -> Callable[[], Tensor] | None:
-    """What computes a tensor from what autograd keeps for the function that made it.
+    """A function that recomputes a tensor from what autograd has saved for its backward pass.
 
     Returns:
-        None where that function is another than GELU, SiLU, layer norm or a product, and where
-        autograd does not keep tensors as they are: in compiled code, and under hooks such as those
-        of activation checkpointing.
+        None if the tensor is the result of anything but GELU, SiLU, layer norm or a product, or if
+        autograd's saved tensors cannot be used: in compiled code, and under hooks such as those of
+        activation checkpointing.
     """
     node: Any = x.grad_fn
     if node is None or torch.compiler.is_compiling() or _hooked():
@@ -85,6 +85,6 @@ def _norm(
 
 
 def _hooked() -> bool:
-    """Whether something else decides how tensors are kept."""
+    """Whether other hooks on saved tensors are active (or cannot be determined)."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is None or top(True) is not None

@@ -1,9 +1,9 @@
-"""θ on disk: its values and what draws its positions again, a seed and a budget.
+"""Saves and loads APET's parameters θ: their values, and the seed and budget of their positions.
 
-A file of safetensors: `values` (budget,), and `heads.<name>` for modules trained in full. Its
-metadata hold the seed, the budget and the operations, and two hashes, of the positions and of the
-base model's tensors, which `load` compares before anything is changed. A placement that a rule
-made (`bitfit`, `lora`, …) is not drawn from a seed: give the same placement to `load`.
+The safetensors file holds `values` (budget,), and `heads.<name>` for modules trained in full. Its
+metadata hold seed, budget and operations, and hashes of the positions and of the base model's
+parameters, which `load` compares before it changes the model. A placement that was not drawn
+(`bitfit`, `lora`, …) is not in the file: give the same placement to `load`.
 """
 
 import hashlib
@@ -22,11 +22,17 @@ FORMAT = "apet-1"
 
 
 def save(model: nn.Module, path: str | Path) -> Path:
-    """Write θ, and the heads that are trained beside it.
+    """Write θ and the trained heads to a file.
 
     Args:
-        model: something was inserted into it.
-        path: of the file; its folder is made when it is missing.
+        model: a model that `insert` or `attach` has changed.
+        path: of the file; its folder is created if it is missing.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: if nothing was inserted into the model.
     """
     record = apet_of(model)
     path = Path(path)
@@ -54,17 +60,20 @@ def save(model: nn.Module, path: str | Path) -> Path:
 
 
 def load(model: nn.Module, path: str | Path, placement: Placement | None = None) -> nn.Module:
-    """Insert what a file says into a base model, in place, and give it the file's values.
+    """Insert a file's θ into a base model, in place.
 
     Args:
-        model: the base that `save`'s model was made from, with nothing inserted.
-        path: the file.
-        placement: where a rule and not a seed said the positions.
+        model: the base model, with nothing inserted.
+        path: a file that `save` wrote.
+        placement: the positions, where they were not drawn from a seed.
+
+    Returns:
+        The same model. It stays unchanged where an error is raised.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if it is none of `save`'s, the positions or the base are others, or it was
-            drawn by no seed and no placement is given.
+        ValueError: if `save` did not write it, positions, base or heads differ, or the positions
+            were not drawn and no placement is given.
     """
     path = Path(path)
     if not path.is_file():
@@ -90,32 +99,40 @@ def load(model: nn.Module, path: str | Path, placement: Placement | None = None)
         )
     if fingerprint(model, heads) != metadata["base"]:
         raise ValueError(
-            f"{path} was trained beside other base weights than this {type(model).__name__} has: "
+            f"{path} was trained with other base weights than this {type(model).__name__} has: "
             "load those first"
         )
+    trained = {name.removeprefix("heads."): v for name, v in tensors.items() if name != "values"}
+    present = {name: v for name, v in model.state_dict().items() if inside(name, heads)}
+    for name in sorted(trained.keys() | present.keys()):
+        shapes = [tuple(side[name].shape) if name in side else None for side in (trained, present)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"the head tensor {name} has shape {shapes[0]} in {path} and {shapes[1]} in the "
+                "model: build the model with the same heads and number of classes"
+            )
     operations = None if operations is None else tuple(operations)
     attach(model, Apet(placement, settings["seed"], settings["budget"], operations, heads))
     fill(model, tensors["values"])
-    state = {name.removeprefix("heads."): v for name, v in tensors.items() if name != "values"}
-    model.load_state_dict(state, strict=False)  # the heads' tensors alone
+    model.load_state_dict(trained, strict=False)  # only the heads' tensors, which were checked
     return model
 
 
 @torch.no_grad()
 def fill(model: nn.Module, values: Tensor) -> None:
-    """Give θ its values.
+    """Set the values of θ.
 
     Args:
-        model: something was inserted into it.
-        values: (budget,), in the model's order.
+        model: a model that `insert` or `attach` has changed.
+        values: (budget,), in the order of `tunables`.
 
     Raises:
-        ValueError: if there are more or fewer of them than places.
+        ValueError: if there are more or fewer values than parameters in θ.
     """
     parameters = tunables(model).values()
-    places = sum(parameter.numel() for parameter in parameters)
-    if len(values) != places:
-        raise ValueError(f"{len(values)} values for {places} trainable parameters")
+    count = sum(parameter.numel() for parameter in parameters)
+    if len(values) != count:
+        raise ValueError(f"{len(values)} values for {count} trainable parameters")
     for parameter, piece in zip(
         parameters, values.split([p.numel() for p in parameters]), strict=True
     ):
@@ -123,7 +140,7 @@ def fill(model: nn.Module, values: Tensor) -> None:
 
 
 def fingerprint(model: nn.Module, heads: tuple[str, ...] = ()) -> str:
-    """SHA-256 over the names, shapes and values of the base's parameters outside the heads."""
+    """SHA-256 of names, shapes, types and values of the base's parameters outside the heads."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         if not inside(name, heads) and not name.rpartition(".")[2].startswith("apet_"):

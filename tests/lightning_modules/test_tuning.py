@@ -14,6 +14,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
+from lightning_modules.pela import factorize
 from lightning_modules.tuning import Tuning, trainable, tune
 
 METHODS = Tuning.__args__
@@ -147,6 +148,17 @@ def test_an_adapted_model_can_be_copied():
 def test_bad_input(arguments, message):
     with pytest.raises(ValueError, match=message):
         tune(bert()[0], **arguments)
+
+
+def test_adapters_are_behind_both_factors_of_a_low_rank_layer():
+    model, inputs = vit()
+    factorize(model.eval(), 2.0)
+    before = model(inputs)
+    tune(model, "adapter_h", rank=2)
+    assert torch.equal(model(inputs), before)
+    assert sum("adapter" in name for name in trainable(model)) == 2 * 4 * 4
+    torch.nn.init.normal_(model.blocks[0].mlp.fc2.v.adapter.up.weight)
+    assert not torch.equal(model(inputs), before)
 
 
 def test_a_model_without_places_for_adapters():

@@ -464,6 +464,16 @@ def test_heads_train_in_full_and_do_not_count():
     assert not any("classifier" in name for name in tunables(model))
 
 
+def test_other_heads_are_refused_before_anything_is_changed(tmp_path):
+    """Loading by names alone would leave a head of another structure untrained, in silence."""
+    file = save(insert(made("bert"), 40, heads=["classifier"]), tmp_path / "theta.safetensors")
+    base = made("bert")
+    base.classifier = torch.nn.Sequential(base.classifier)
+    with pytest.raises(ValueError, match="the head tensor classifier.0.bias has shape None"):
+        load(base, file)
+    assert not hasattr(base, "apet") and all(p.requires_grad for p in base.parameters())
+
+
 def test_an_embedding_adds_to_the_rows_that_are_read():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(50, 6).double())
