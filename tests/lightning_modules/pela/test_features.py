@@ -125,7 +125,7 @@ def test_recomputed_blocks_leave_the_losses_alone():
 def test_layers_that_are_not_there():
     with pytest.raises(ValueError, match="unknown features 'layerwise': expected 'blocks'"):
         Features(vit(), "layerwise")
-    with pytest.raises(ValueError, match="VisionTransformer has no stages that are found by name"):
+    with pytest.raises(ValueError, match="VisionTransformer has no stages with a known name"):
         Features(vit(), "stages")
     with pytest.raises(ValueError, match=r"no module 'block.0.mlp'.*similar: blocks.0.mlp"):
         Features(vit(), ["block.0.mlp"])

@@ -465,7 +465,7 @@ def test_quantised_bases():
     scramble(model)
     by_path = [forced(model, path)(x) for path in ("factored", "dense")]
     torch.testing.assert_close(*by_path)
-    with pytest.raises(ValueError, match="of type torch.int8: only a floating-point weight"):
+    with pytest.raises(ValueError, match="of type torch.int8: an adapter can only be merged"):
         merge(model)
 
 
