@@ -7,7 +7,7 @@ write one line:
     LAYOUTS["my.module.Ffn"] = FeedForwardLayout(("up",), "down")
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -221,6 +221,20 @@ def width(layer: Any, dim: int) -> int:
     if hasattr(layer, "normalized_shape"):
         return layer.normalized_shape[-1]
     raise ValueError(f"a {type(layer).__name__} is neither a linear layer nor a norm")
+
+
+def shape_of(layer: Any) -> tuple[int, int]:
+    """The numbers of outputs and inputs of a linear layer.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    return width(layer, 0), width(layer, 1)
+
+
+def inside(name: str, modules: Sequence[str]) -> bool:
+    """Whether a module or parameter name is one of the modules or lies inside one of them."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def _locate(model: nn.Module, kind: type, what: str) -> Iterator[tuple[str, nn.Module, Any]]:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lightning_modules.apet.layer import Tuned, TunedLinear, give_rows, start, tuned_class
-from lightning_modules.apet.placement import OPERATIONS, Operation, Placement, draw, shape_of
+from lightning_modules.apet.placement import OPERATIONS, Operation, Placement, draw
 from lightning_modules.apet.prompt import add_prompt, remove_prompt
+from lightning_modules.layouts import shape_of
 
 # attributes of models whose layers a method has changed, and what the user should do first
 RECORDS = {

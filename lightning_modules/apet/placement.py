@@ -29,6 +29,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from lightning_modules.layouts import inside, shape_of
+
 Operation = Literal["add", "concat", "plug"]
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 
@@ -287,18 +289,6 @@ def adapter(model: nn.Module, targets: Sequence[str], width: int = 24) -> Placem
 def prompt(tokens: int = 100) -> Placement:
     """Prompt tuning (Lester et al., 2021) as CONCAT at the input: soft tokens before the text."""
     return Placement(prompt=tokens)
-
-
-def shape_of(layer: Any) -> tuple[int, int]:
-    """Output and input features of a linear layer."""
-    if isinstance(layer, Conv1D):
-        return layer.nf, layer.nx
-    return layer.out_features, layer.in_features
-
-
-def inside(name: str, modules: Sequence[str]) -> bool:
-    """Whether a module or parameter name is that of a module or of something inside one."""
-    return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def _ending_in(model: nn.Module, targets: Sequence[str]) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lightning_modules.apet.insert import Apet, apet_of, attach, tunables
-from lightning_modules.apet.placement import Placement, draw, inside
+from lightning_modules.apet.placement import Placement, draw
+from lightning_modules.layouts import inside
 
 FORMAT = "apet-1"
 

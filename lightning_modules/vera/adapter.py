@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lightning_modules.vera.layer import VeraLayer, shape_of
-from lightning_modules.vera.targets import in_heads
+from lightning_modules.layouts import inside, shape_of
+from lightning_modules.vera.layer import VeraLayer
 from lightning_modules.vera.vera import (
     Vera,
     attach,
@@ -72,7 +72,7 @@ def save_adapter(
         "d": torch.stack([d for _, d in vectors]),
     }
     for name, tensor in values.items():
-        if in_heads(name, record.heads):
+        if inside(name, record.heads):
             tensors[f"head.{name}"] = _gathered(tensor).clone()
     pairs = projections_of(model)
     projections = projections or any(pair.given is not None for pair in pairs)
@@ -275,7 +275,7 @@ def base_sha256(model: nn.Module) -> str:
         {
             name: kept.get(name, parameter)
             for name, parameter in model.named_parameters()
-            if name not in skipped and not in_heads(name, record.heads)
+            if name not in skipped and not inside(name, record.heads)
         }
     )
 
@@ -339,7 +339,7 @@ def head_tensors(
     Raises:
         ValueError: if one is missing or has another shape.
     """
-    present = {n: t for n, t in model.state_dict().items() if in_heads(n, record.heads)}
+    present = {n: t for n, t in model.state_dict().items() if inside(n, record.heads)}
     saved = {n.removeprefix("head."): t for n, t in tensors.items() if n.startswith("head.")}
     for name in sorted(present.keys() | saved.keys()):
         shapes = [tuple(d[name].shape) if name in d else None for d in (saved, present)]

@@ -15,9 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from lightning_modules.vera.layer import shape_of
+from lightning_modules.layouts import inside, shape_of
 from lightning_modules.vera.projections import Projections
-from lightning_modules.vera.targets import in_heads
 from lightning_modules.vera.vera import (
     Vera,
     attach,
@@ -188,7 +187,7 @@ def from_peft(model: nn.Module, folder: str | Path) -> nn.Module:
     outputs, inputs = (max(sizes) for sizes in zip(*shapes, strict=True))
     expected = _expected(layers, shapes, rank)
     state = model.state_dict()
-    expected |= {n: tuple(t.shape) for n, t in state.items() if in_heads(n, heads)}
+    expected |= {n: tuple(t.shape) for n, t in state.items() if inside(n, heads)}
     shapes_read = {n: tuple(t.shape) for n, t in tensors.items()}
     if shapes_read != expected:
         names_read = shapes_read.keys() | expected.keys()
@@ -206,7 +205,7 @@ def from_peft(model: nn.Module, folder: str | Path) -> nn.Module:
         for vector, end in zip(vectors, ends, strict=True):
             vector.copy_(tensors[name + end])
     for name, tensor in model.state_dict().items():
-        if in_heads(name, heads):
+        if inside(name, heads):
             tensor.copy_(tensors[name])
     return model
 
@@ -257,7 +256,7 @@ def _write(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, tensor in model.state_dict().items():
-        if in_heads(name, record.heads):
+        if inside(name, record.heads):
             tensors[PREFIX + name] = tensor
     content = {k: v.detach().cpu().clone().contiguous() for k, v in tensors.items()}
     save_file(content, folder / TENSORS, metadata={"format": "pt"})

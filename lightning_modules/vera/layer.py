@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from lightning_modules.layouts import shape_of
 from lightning_modules.vera.projections import Projections
 
 QKV = ("q", "k", "v")
@@ -278,13 +279,6 @@ def _product(b: Tensor, d: Tensor, a: Tensor, b_matrix: Tensor) -> Tensor:
 def _backward_costs(tokens: int, rank: int, inputs: int, outputs: int) -> tuple[int, int]:
     """Multiply-adds of gᵀ x Aᵀ, first as (gᵀ x) Aᵀ, then as gᵀ (x Aᵀ)."""
     return outputs * inputs * (tokens + rank), tokens * rank * (inputs + outputs)
-
-
-def shape_of(layer: Any) -> tuple[int, int]:
-    """A linear layer's numbers of output and input features."""
-    if isinstance(layer, Conv1D):
-        return layer.nf, layer.nx
-    return layer.out_features, layer.in_features
 
 
 def parse_slice(label: str) -> tuple[int, int]:

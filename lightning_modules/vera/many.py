@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_modules.layouts import inside
 from lightning_modules.vera.adapter import (
     check_adapter,
     head_tensors,
@@ -23,7 +24,6 @@ from lightning_modules.vera.adapter import (
     record_from,
     split_vectors,
 )
-from lightning_modules.vera.targets import in_heads
 from lightning_modules.vera.vera import layers_of, vectors_of, vera_of
 
 
@@ -136,7 +136,7 @@ class Adapters:
         """The tensors of one adapter's head, by their names within the head."""
         prefix = f"{head}."
         return {
-            n.removeprefix(prefix): t for n, t in self._heads[name].items() if in_heads(n, [head])
+            n.removeprefix(prefix): t for n, t in self._heads[name].items() if inside(n, [head])
         }
 
 

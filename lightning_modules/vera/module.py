@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_modules.backbones import shard
+from lightning_modules.layouts import inside
 from lightning_modules.optim import (
     build_optimizer,
     parameter_groups,
@@ -27,7 +28,7 @@ from lightning_modules.tuning import Tuning, trainable, tune
 from lightning_modules.vera.adapter import sha256_of
 from lightning_modules.vera.method_args import ARGUMENTS, MethodArgs, complete, upgraded
 from lightning_modules.vera.scores import loss_of
-from lightning_modules.vera.targets import in_heads, query_and_value
+from lightning_modules.vera.targets import query_and_value
 from lightning_modules.vera.vera import add_vera
 from lightning_modules.weights import load_completely, load_weights, refuse_another_model
 
@@ -165,7 +166,7 @@ class FineTuning(L.LightningModule):
         assert self.model is not None
         sizes: dict[str, float] = {"tuned": 0, "heads": 0}
         for name, parameter in trainable(self.model).items():
-            sizes["heads" if in_heads(name, self.heads) else "tuned"] += parameter.numel()
+            sizes["heads" if inside(name, self.heads) else "tuned"] += parameter.numel()
         if self.logger is not None:  # self.log would round them to float32
             self.logger.log_metrics(sizes, self.global_step)
 
@@ -211,7 +212,7 @@ class FineTuning(L.LightningModule):
         """AdamW with a separate learning rate for the heads, and its schedule."""
         assert self.model is not None
         h: Any = self.hparams
-        in_a_head = {id(p) for n, p in trainable(self.model).items() if in_heads(n, self.heads)}
+        in_a_head = {id(p) for n, p in trainable(self.model).items() if inside(n, self.heads)}
         groups = []
         for group in parameter_groups(self.model, h.weight_decay, h.decay_vectors):
             for lr, is_head in ((h.lr, False), (h.head_lr or h.lr, True)):

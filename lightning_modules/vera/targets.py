@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lightning_modules.layouts import attentions, fused_slice
-from lightning_modules.vera.layer import QKV, parse_slice, shape_of
+from lightning_modules.layouts import attentions, fused_slice, inside, shape_of
+from lightning_modules.vera.layer import QKV, parse_slice
 
 Targets = str | Sequence[str] | Mapping[str, Sequence[str]]
 ALL = "all-linear"
@@ -37,7 +37,7 @@ def resolve(model: nn.Module, targets: Targets, heads: Sequence[str]) -> dict[st
     if not targets:
         raise ValueError(f"targets {targets!r} name no layer: give {ALL!r}, say")
     modules = dict(model.named_modules())
-    outside = {n: m for n, m in modules.items() if n and not in_heads(n, heads)}
+    outside = {n: m for n, m in modules.items() if n and not inside(n, heads)}
     layers: dict[str, tuple[str, ...]] = {}
     for pattern, labels in _parsed(targets):
         matched = _matched(model, outside, pattern)
@@ -56,11 +56,6 @@ def resolve(model: nn.Module, targets: Targets, heads: Sequence[str]) -> dict[st
                 )
             layers |= parts
     return {name: layers[name] for name in modules if name in layers}
-
-
-def in_heads(name: str, heads: Sequence[str]) -> bool:
-    """Whether a module or parameter name is that of a head or of something inside one."""
-    return any(name == head or name.startswith(f"{head}.") for head in heads)
 
 
 def low_rank(module: nn.Module) -> bool:

@@ -23,16 +23,16 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from lightning_modules.layouts import inside, shape_of
 from lightning_modules.vera.layer import (
     Slice,
     VeraLayer,
     adapted_class,
     is_dense,
     parse_slice,
-    shape_of,
 )
 from lightning_modules.vera.projections import INITS, Init, Projections
-from lightning_modules.vera.targets import Targets, check_blocks, in_heads, resolve
+from lightning_modules.vera.targets import Targets, check_blocks, resolve
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def trainable_names(model: nn.Module) -> list[str]:
         for letter, attribute in zip(("b", "d"), piece.names, strict=True)
         if letter in record.train
     ]
-    return vectors + [n for n, _ in model.named_parameters() if in_heads(n, record.heads)]
+    return vectors + [n for n, _ in model.named_parameters() if inside(n, record.heads)]
 
 
 @torch.no_grad()
