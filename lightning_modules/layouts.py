@@ -247,14 +247,14 @@ def _locate(model: nn.Module, kind: type, what: str) -> Iterator[tuple[str, nn.M
     )
     modules = {n: m for n, m in modules.items() if not f"{n}.".startswith(skipped)}
     known = [(n, m, layout) for n, m in modules.items() if isinstance(layout := layout_of(m), kind)]
-    inside = tuple(f"{name}." for name, *_ in known)
+    prefixes = tuple(f"{name}." for name, *_ in known)
     for name, module in modules.items():
         looks = (
             LOOKS_LIKE[kind].search(type(module).__name__)
             and next(module.parameters(), None) is not None
         )
-        holds = not name or any(other.startswith(f"{name}.") for other in inside)
-        if looks and not holds and not f"{name}.".startswith(inside):
+        holds = not name or any(other.startswith(f"{name}.") for other in prefixes)
+        if looks and not holds and not f"{name}.".startswith(prefixes):
             path = class_path(type(module))
             raise ValueError(
                 f"{name} is a {path}, a {what} that is not in lightning_modules/layout_table.py; "
