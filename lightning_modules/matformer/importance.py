@@ -143,8 +143,8 @@ def reorder(model: nn.Module, scores: Scores) -> nn.Module:
     for stack in (x for x in _nested(model) if x.axis == "depth" and "depth" in scores):
         values = scores["depth"][stack.name].clone()
         values[0] = torch.inf  # a decoder reads the length of its cache in the first block
-        order = values.argsort(descending=True, stable=True).tolist()
-        stack.kept = tuple(tuple(sorted(order[:width])) for width in stack.widths)
+        ranking = values.argsort(descending=True, stable=True).tolist()
+        stack.kept = tuple(tuple(sorted(ranking[:width])) for width in stack.widths)
         stack.select(stack.granularity)
     return model
 

@@ -81,9 +81,10 @@ class MaskedImages:
         config = ViTMAEConfig.from_pretrained(architecture, **model_args)
         model = from_transformers(ViTMAEForPreTraining(config))
         if pretrained:  # without model_args, so that positions can be interpolated to another size
-            published, info = ViTMAEForPreTraining.from_pretrained(
+            loaded: Any = ViTMAEForPreTraining.from_pretrained(
                 architecture, output_loading_info=True
             )
+            published, info = loaded
             tensors = published.state_dict().items()
             state = {name: value for name, value in tensors if name not in info["missing_keys"]}
             load_mae(model, architecture, fresh_decoder=new_decoder, state=state)

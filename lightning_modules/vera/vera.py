@@ -133,7 +133,8 @@ def attach(model: nn.Module, record: Vera, given: tuple[Tensor, Tensor] | None =
         dtype = torch.float32
         if weight.is_floating_point():
             dtype = torch.promote_types(weight.dtype, torch.float32)
-        layer.__class__ = adapted_class(type(layer))
+        base_class: Any = type(layer)
+        layer.__class__ = adapted_class(base_class)
         layer.slices = tuple(slices)
         layer.starts = (1.0, 0.0) if record.train == ("d",) else (0.0, record.d_init)
         for piece in slices:
