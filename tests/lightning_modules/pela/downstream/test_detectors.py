@@ -219,7 +219,7 @@ def test_scores_of_boxes_and_of_masks(monkeypatch):
             answers = list(truths(batch))
             if wrong:  # boxes are right and masks are empty
                 answers = [{**one, "masks": one["masks"] & False} for one in answers]
-            monkeypatch.setattr(module, "found", lambda _, answers=answers: answers)
+            monkeypatch.setattr(module, "detect", lambda _, answers=answers: answers)
             module.score(batch)
         module.report("val")
         assert logged["val/map"].item() == pytest.approx(1.0)

@@ -277,7 +277,7 @@ def test_map_counts_each_box_once_and_forgives_crowds(monkeypatch):
         right = [{k: t[k] for k in ("boxes", "labels")} for t in truths]  # crowds found as well
         monkeypatch.setattr(
             module,
-            "found",
+            "detect",
             lambda _, right=right: [{**r, "scores": torch.ones(len(r["labels"]))} for r in right],
         )
         module.score(batch)
