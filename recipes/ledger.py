@@ -10,11 +10,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
+
 from recipes.claims import NOT_JUDGED, REFUTED, SUPPORTED, UNDECIDED, Claim, judge
 from recipes.results import read
 from recipes.tables import Table
 
 ROOT = Path(__file__).resolve().parents[1]
+MEANING = (
+    "Differences are paired by seed, with the 95 % interval of Student's "
+    "t. A claim is supported if the interval lies above its threshold (0 unless it is given), "
+    "refuted if it lies below, and undecided if it contains the threshold (the verdict says "
+    "how many seeds would decide with 80 % power, if mean and spread stay as they are). It is "
+    "not judged if its gate is shut: a gate is a comparison that must be supported before "
+    "models of this size can say anything about the claim."
+)
 WORDS = (SUPPORTED, REFUTED, UNDECIDED, NOT_JUDGED)
 
 
@@ -46,8 +56,28 @@ def claims(root: Path = ROOT) -> Iterator[tuple[str, Claim]]:
     for file in sorted((root / "recipes").glob("*/*.py")):
         if re.search(r"^CLAIMS\b", file.read_text(encoding="utf-8"), re.MULTILINE):
             name = f"{file.parent.name}.{file.stem}"
-            for claim in importlib.import_module(f"recipes.{name}").CLAIMS:
+            for claim in claims_of(name):
                 yield name, claim
+
+
+def claims_of(experiment: str) -> Sequence[Claim]:
+    """The claims that an experiment's module lists; none of an experiment outside of recipes/."""
+    name = f"recipes.{experiment}"
+    try:
+        return getattr(importlib.import_module(name), "CLAIMS", ())
+    except ModuleNotFoundError as error:
+        if error.name and f"{name}.".startswith(f"{error.name}."):
+            return ()
+        raise
+
+
+def verdicts_on(table: pd.DataFrame, experiment: str, preset: str) -> list[str]:
+    """For the report of one run: what its table says about each claim; nothing for a smoke test."""
+    listed = () if preset == "tiny" else claims_of(experiment)
+    if not listed:
+        return []
+    verdicts = [Verdict(claim, experiment, preset, *judge(claim, table)) for claim in listed]
+    return ["## The paper's claims, judged on this run", MEANING, overview(verdicts)]
 
 
 def judge_all(root: Path = ROOT) -> list[Verdict]:
@@ -133,12 +163,7 @@ def ledger(verdicts: Sequence[Verdict]) -> str:
     text = [
         "# Claims and verdicts",
         "Written by `python -m recipes claims` from every results.csv in this folder; a test fails "
-        "where they disagree. Differences are paired by seed, with the 95 % interval of Student's "
-        "t. A claim is supported if the interval lies above its threshold (0 unless it is given), "
-        "refuted if it lies below, and undecided if it contains the threshold (the verdict says "
-        "how many seeds would decide with 80 % power, if mean and spread stay as they are). It is "
-        "not judged if its gate is shut: a gate is a comparison that must be supported before "
-        "models of this size can say anything about the claim.",
+        "where they disagree. " + MEANING,
         ", ".join(f"{number} {word}" for word, number in count.items()) + ".",
     ]
     for experiment in dict.fromkeys(one.experiment for one in verdicts):

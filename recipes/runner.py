@@ -19,7 +19,7 @@ from typing import Any
 
 import pandas as pd
 
-from recipes import cli, experiment_plan, results
+from recipes import cli, experiment_plan, ledger, results
 from recipes.cluster import RayCluster
 from recipes.executors import Executor, InProcess, LocalPool, Task, TaskFailed
 from recipes.experiment import Experiment, Run, folder_name
@@ -53,7 +53,7 @@ def run_experiment(experiment: Experiment, argv: list[str] | None = None) -> Run
         copy_files(run)
         execute(run, executor_of(run))
         if all(is_finished(node) for node in run.nodes.values()):
-            write_report(experiment, run)
+            write_report(experiment, run, table_of(run))
     return run
 
 
@@ -149,7 +149,7 @@ def main(argv: list[str]) -> None:
     run = command_line(experiment, shlex.split(saved["command"])[3:])
     run.out = folder
     experiment.declare(run)
-    results.write_report(folder, experiment.report(results.read(folder), run))
+    write_report(experiment, run, results.read(folder))
 
 
 def copy_files(run: Run) -> None:
@@ -287,9 +287,10 @@ def write_table(run: Run) -> None:
     results.write(run.out / ROWS, table_of(run))
 
 
-def write_report(experiment: Experiment, run: Run) -> None:
-    """Write report.md from the table."""
-    results.write_report(run.out, experiment.report(table_of(run), run))
+def write_report(experiment: Experiment, run: Run, table: pd.DataFrame) -> None:
+    """Write report.md from the table: the experiment's own parts, and verdicts on its claims."""
+    judged = ledger.verdicts_on(table, run.name, run.preset)
+    results.write_report(run.out, [*experiment.report(table, run), *judged])
 
 
 @contextlib.contextmanager

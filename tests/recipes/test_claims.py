@@ -207,6 +207,13 @@ class TestPages:
         assert words | {one.word for one in ledger.judge_all(root)} == {NOT_JUDGED}
         assert "no run of it" in ledger.judge_all(root)[0].reason
 
+    def test_a_run_s_own_report_ends_in_the_same_verdicts(self, root):
+        rows = table(a=[0.52, 0.53, 0.54], b=[0.5, 0.51, 0.52])
+        text = "\n".join(ledger.verdicts_on(rows, "m.e", "small"))
+        assert "| +2.0 [+2.0, +2.0], n = 3 | **supported** |" in text and "needs a cluster" in text
+        assert not ledger.verdicts_on(rows, "m.e", "tiny")
+        assert not ledger.verdicts_on(rows, "m.elsewhere", "small")
+
     def test_a_page_that_asks_for_no_one_s_claims_is_refused(self, root):
         (root / "README.md").write_text("<!-- claims:nobody -->\n<!-- /claims -->\n")
         with pytest.raises(ValueError, match="no claims are named 'nobody'"):
