@@ -17,6 +17,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import NoRepeatNGramLogitsProcessor
 
+from lightning_modules.modes import evaluating
+
 
 class NoRepeatAfterPrompt(LogitsProcessor):
     """Bans every token that would repeat an n-gram of the continuation.
@@ -92,13 +94,10 @@ def generate(
         repetition_penalty=1.0,
         no_repeat_ngram_size=0,
     )
-    training = model.training
-    model.eval()
-    with torch.no_grad():
+    with evaluating(model), torch.no_grad():
         generated = model.generate(
             ids, attention_mask=mask, generation_config=config, logits_processor=processors
         )
-    model.train(training)
     texts = tokenizer.batch_decode(
         generated[:, before:],
         skip_special_tokens=True,

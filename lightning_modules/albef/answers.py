@@ -6,8 +6,9 @@ ALBEF, arXiv 2107.07651, Section 5.3.
 import torch
 from torch import Tensor
 
-from lightning_modules.albef.losses import distilled_cross_entropy, precise
+from lightning_modules.albef.losses import distilled_cross_entropy
 from lightning_modules.albef.model import AnswerModel
+from lightning_modules.modes import precise
 
 
 def answer_loss(

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_modules.modes import precise
+
 IGNORED = -100  # label of examples and tokens without loss
 
 
@@ -109,8 +111,3 @@ def distilled_cross_entropy(
 def mean_or_zero(values: Tensor) -> Tensor:
     """The mean of values (N,); 0 with a gradient of 0 where there are none (no masked token)."""
     return values.sum() / max(1, len(values))
-
-
-def precise(tensor: Tensor) -> Tensor:
-    """The tensor in float32, or in its own type where that is more precise."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

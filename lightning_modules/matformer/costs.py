@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_modules.backbones import call, to_device
 from lightning_modules.matformer.mix_and_match import mix_and_match
 from lightning_modules.matformer.nest import NestedLayer, granularity, nesting_of
+from lightning_modules.modes import evaluating
 
 Unit = Literal["parameters", "macs", "ms"]
 REPEATS = 9  # timed passes after one warm-up pass; their median counts
@@ -145,16 +146,14 @@ def _milliseconds(model: nn.Module, batch: Any) -> tuple[list[float], float]:
                 lambda *_, place=place: seconds[place].append(now() - begun[place])
             ),
         ]
-    training = model.training
-    model.eval()
     totals = []
     try:
-        for _ in range(REPEATS + 1):
-            start = now()
-            call(model, to_device(batch, device))
-            totals.append(now() - start)
+        with evaluating(model):
+            for _ in range(REPEATS + 1):
+                start = now()
+                call(model, to_device(batch, device))
+                totals.append(now() - start)
     finally:
-        model.train(training)
         for hook in hooks:
             hook.remove()
     median = statistics.median

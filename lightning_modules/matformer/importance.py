@@ -27,6 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from lightning_modules.backbones import call
 from lightning_modules.layouts import Cut, Layer, attentions, feed_forwards
 from lightning_modules.matformer.nest import NestedLayer, granularity
+from lightning_modules.modes import evaluating
 
 Scores = dict[str, dict[str, Tensor]]
 
@@ -86,15 +87,12 @@ def importance(
         for place, block in enumerate(stack.module.children()):
             hook = turned(("depth", stack.name), place)
             hooks.append(block.register_forward_hook(hook, with_kwargs=True))
-    training = model.training
-    model.eval()
     try:
-        with _largest(model):
+        with evaluating(model), _largest(model):
             for batch in batches:
                 weight = batch.get("attention_mask") if isinstance(batch, Mapping) else None
                 call(model, batch)
     finally:
-        model.train(training)
         for handle in hooks:
             handle.remove()
     if not all(tokens.values()):

@@ -27,6 +27,7 @@ from transformers import StopStringCriteria
 from lightning_modules.matformer.drafts import Reader, Slots, drafter
 from lightning_modules.matformer.nest import Granularity
 from lightning_modules.matformer.views import as_set
+from lightning_modules.modes import evaluating
 
 LONGEST_DRAFT = 16  # the most tokens of a draft with draft_tokens="adaptive"
 
@@ -131,10 +132,7 @@ def speculative_generate(
         raise ValueError("stop_strings need the tokenizer that wrote the prompts: give tokenizer")
     stop = StopStringCriteria(tokenizer, list(stop_strings)) if stop_strings else None
     record = SpeculationRecord() if record is None else record
-    training = [module for module in _models(model, draft) if module.training]
-    for module in training:
-        module.eval()
-    try:
+    with evaluating(model, *([draft] if isinstance(draft, nn.Module) else [])):
         verifier = Reader(as_set(model))
         shared = verifier.cache if share_cache else None
         drafting = drafter(model, draft, shared, draft_layers, draft_vocabulary)
@@ -154,9 +152,6 @@ def speculative_generate(
             k = _best_length(record, cost) if draft_tokens == "adaptive" else draft_tokens
             active = torch.tensor([not row.finished for row in rows], device=input_ids.device)
             new = loop.round(slots, min(k, room - 1), active)
-    finally:
-        for module in training:
-            module.train()
     fill = pad_token_id if pad_token_id is not None else (ends[0] if ends else 0)
     longest = max(len(row.new) for row in rows)
     written = [row.new + [fill] * (longest - len(row.new)) for row in rows]
@@ -297,10 +292,6 @@ def relative_cost(verifier: Reader, drafting: Reader, input_ids: Tensor) -> floa
             reader.model(input_ids[:1, :1], use_cache=False)
         flops.append(counter.get_total_flops())
     return flops[0] / flops[1]
-
-
-def _models(model: nn.Module, draft: Any) -> list[nn.Module]:
-    return [model, draft] if isinstance(draft, nn.Module) else [model]
 
 
 def _best_length(record: SpeculationRecord, cost: float) -> int:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_modules.modes import evaluating
 from lightning_modules.pela.layers import find_layers
 
 Kind = Literal["whitened", "asvd"]
@@ -97,14 +98,9 @@ def run(model: nn.Module, batches: Iterable[Any]) -> None:
         batches: its inputs: tensors, tuples of arguments, or dictionaries of keyword arguments.
     """
     device = next(model.parameters()).device
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
+    with evaluating(model):
         for batch in batches:
             named = batch if isinstance(batch, Mapping) else {}
             listed = () if named else batch if isinstance(batch, tuple | list) else (batch,)
             move = [part.to(device) if torch.is_tensor(part) else part for part in listed]
             model(*move, **{n: v.to(device) if torch.is_tensor(v) else v for n, v in named.items()})
-    finally:
-        for module, training in modes.items():
-            module.training = training

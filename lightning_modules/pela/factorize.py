@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from lightning_modules.modes import precise
 from lightning_modules.pela.layers import (
     Linear,
     call_layers,
@@ -38,7 +39,6 @@ from lightning_modules.pela.layers import (
     low_rank_layer,
     low_rank_layers,
     plan_of,
-    precise,
     sizes,
 )
 

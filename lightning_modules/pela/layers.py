@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 
-import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -239,8 +238,3 @@ def _fits(name: str, pattern: str) -> bool:
         all(fnmatchcase(part, want) for part, want in zip(parts[i:], wanted, strict=False))
         for i in range(len(parts) - len(wanted) + 1)
     )
-
-
-def precise(tensor: Tensor) -> Tensor:
-    """The tensor in float32, or in its own type where that is more precise."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from lightning_modules.modes import precise
 from lightning_modules.pela.layers import (
     Linear,
     dense_weight,
     factors_of,
     low_rank_layers,
-    precise,
 )
 
 Setting = Literal["paper", "released"]

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_modules.modes import precise
 from lightning_modules.self_distillation.mars import constrained, largest_row
 
 Match = Literal["cls", "all", "mean"]
@@ -44,7 +45,7 @@ def distillation(
         raise ValueError(f"unknown match {match!r}: expected 'cls', 'all' or 'mean'")
     _check(student, teacher, reduction)
     with torch.autocast(student.device.type, enabled=False):
-        difference = _precise(student) - _precise(teacher.detach())
+        difference = precise(student) - precise(teacher.detach())
         tokens = torch.ones(difference.shape[:2], device=student.device, dtype=torch.bool)
         if attention_mask is not None:
             tokens = attention_mask.bool()
@@ -75,7 +76,7 @@ def prediction_matching(student: Tensor, teacher: Tensor, reduction: Reduction =
     """
     _check(student, teacher, reduction)
     with torch.autocast(student.device.type, enabled=False):
-        squares = (_precise(student) - _precise(teacher.detach())).square().flatten(1)
+        squares = (precise(student) - precise(teacher.detach())).square().flatten(1)
         return (squares.sum(1) if reduction == "sum" else squares.mean(1)).mean()
 
 
@@ -103,8 +104,8 @@ def token_prediction_matching(
     """
     _check(student, teacher, reduction)
     with torch.autocast(student.device.type, enabled=False):
-        log_q = _precise(student).log_softmax(-1)
-        log_p = _precise(teacher.detach()).log_softmax(-1)
+        log_q = precise(student).log_softmax(-1)
+        log_p = precise(teacher.detach()).log_softmax(-1)
         divergences = (log_p.exp() * (log_p - log_q)).sum(-1)
         counts = torch.full_like(divergences[:, 0], divergences.shape[1])
         if attention_mask is not None:
@@ -148,12 +149,12 @@ def weight_matching(
         if norm == "mars":
             layers = constrained(student)
             changes = [
-                largest_row(_precise(ours[name]) - _precise(theirs[name].detach()), dims)
+                largest_row(precise(ours[name]) - precise(theirs[name].detach()), dims)
                 for name, dims in layers.items()
             ]
         else:
             changes = [
-                (_precise(ours[name]) - _precise(theirs[name].detach())).square().sum()
+                (precise(ours[name]) - precise(theirs[name].detach())).square().sum()
                 for name in ours
             ]
         return torch.stack(changes).sum()
@@ -167,7 +168,3 @@ def _check(student: Tensor, teacher: Tensor, reduction: str) -> None:
             f"the student gives {tuple(student.shape)} and the teacher {tuple(teacher.shape)}: "
             "expected the same shape; give both the same inputs"
         )
-
-
-def _precise(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -10,6 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_modules.modes import precise
+
 Masking = Literal["exact", "bernoulli"]
 
 
@@ -89,11 +91,11 @@ def pixel_loss(
         A scalar; zero, with zero gradients, if no patch is hidden.
     """
     with torch.autocast(images.device.type, enabled=False):
-        target = patchify(_precise(images), patch_size)
+        target = patchify(precise(images), patch_size)
         if norm_pix:
             mean, variance = target.mean(-1, keepdim=True), target.var(-1, keepdim=True)
             target = (target - mean) / (variance + 1e-6).sqrt()
-        errors = (_precise(prediction) - target).square().mean(-1)
+        errors = (precise(prediction) - target).square().mean(-1)
         hidden = mask.to(errors.dtype)
         counts = hidden.sum(1)
         by_image = (errors * hidden).sum(1) / counts.clamp(min=1)
@@ -113,7 +115,3 @@ def masked_autoencoding(
     """
     patch_size: int = model.patch_size  # type: ignore[assignment]
     return pixel_loss(model(images, mask), images, mask, patch_size, norm_pix)
-
-
-def _precise(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

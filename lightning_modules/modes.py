@@ -1,0 +1,29 @@
+"""Eval mode for a while, and the float32 islands of mixed precision."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """Put models into eval mode, and afterwards each of their modules into the mode it was in.
+
+    `model.train()` would also put into training mode what stays in eval mode throughout: frozen
+    teachers and batch norms.
+    """
+    modes = {module: module.training for model in models for module in model.modules()}
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def precise(tensor: Tensor) -> Tensor:
+    """The tensor in float32, or in its own type where that is more precise."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
