@@ -72,16 +72,21 @@ def all_images(folder: Path) -> list[Item]:
     return items
 
 
+VAL = "val"  # the validation folder, where there is one
+
+
 class ImageFolderData(ImageData):
     """Folders of classes: root/train/<class>/*, root/val/<class>/* and perhaps a test part.
 
     Without a train folder the classes are the folders of root itself. Without a val folder
-    `val_fraction` of each class is put aside. Classes are numbered in the order of their names.
+    `val_fraction` of each class is put aside for validation. Classes are numbered in the order of
+    their names.
 
     Args:
         labelled: False for all images below root, wherever they lie, as one class.
         train: name of the training folder.
-        val: name of the validation folder; if it is not there, `val_fraction` decides.
+        val: name of the validation folder. With None, or where there is no folder "val",
+            `val_fraction` decides.
         test: name of the test folder, if there is one.
         val_fraction: see `ImageData`.
         **kwargs: see `ImageData`.
@@ -91,7 +96,7 @@ class ImageFolderData(ImageData):
         self,
         labelled: bool = True,
         train: str = "train",
-        val: str = "val",
+        val: str | None = VAL,
         test: str | None = None,
         val_fraction: float = 0.1,
         **kwargs: Any,
@@ -103,9 +108,11 @@ class ImageFolderData(ImageData):
         if not self.labelled:
             return Splits(["image"], all_images(self.folder))
         train = self.folder / self.train
-        val = self.folder / self.val
+        val = self.folder / self.val if self.val else None
+        if val and self.val == VAL and not val.is_dir():
+            val = None
         test = self.folder / self.test if self.test else None
-        if not train.is_dir() and (val.is_dir() or test):
+        if not train.is_dir() and (val or test):
             raise FileNotFoundError(
                 f"{train} is not a folder, but the other parts are given: put the training images "
                 "there, or name their folder in --data.train."
@@ -121,6 +128,6 @@ class ImageFolderData(ImageData):
         return Splits(
             names,
             list_images(train, names),
-            list_images(val, names, complete=False) if val.is_dir() else None,
+            list_images(val, names, complete=False) if val else None,
             list_images(test, names, complete=False) if test else None,
         )

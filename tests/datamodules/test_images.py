@@ -125,10 +125,15 @@ def test_without_parts_each_class_is_split(folders):
 
 
 def test_without_a_val_folder_and_with_a_test_folder(folders):
-    data = folder_data(folders, val="absent", test="val", val_fraction=0.5)
+    data = folder_data(folders, val=None, test="val", val_fraction=0.5)
     counts = [len(images) for images in (data.train_set, data.val_set, data.test_set)]
     assert counts == [5, 5, 5]
     assert not set(data.val_set.items) & set(data.test_set.items)
+
+
+def test_a_mistyped_val_folder_holds_out_no_training_images(folders):
+    with pytest.raises(FileNotFoundError, match="vall is not a folder"):
+        folder_data(folders, val="vall").setup()
 
 
 def test_a_split_is_the_seeds(folders, cub, tmp_path, monkeypatch):
