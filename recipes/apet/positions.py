@@ -143,7 +143,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         tabulate(
             table, {row: f"APET, {METHODS[row]}" for row in PET}, columns, heading="budget of"
         ).markdown(),
-        "**Between draws, over the four budgets**, in points:",
+        "**Between draws, over these budgets**, in points:",
         deviation.markdown(),
         "Paper, Fig. 4: positions matter in a small model and hardly in a large one.",
     ]
