@@ -332,13 +332,16 @@ def test_a_second_run_is_refused_and_a_killed_one_continues(script, tmp_path):
     folder = tmp_path / "runs/jobs/tiny"
     nested, plain = folder / "seed0/nested", folder / "seed0/plain"
     waited = time.monotonic() + 200
-    while not (list(nested.glob("checkpoints/*.ckpt")) and list(plain.glob("checkpoints/*.ckpt"))):
+    while not (folder / "run.json").is_file():
         assert first.poll() is None and time.monotonic() < waited
         time.sleep(0.05)
-    second = script(*flags)
+    second = script(*flags)  # while the first one's workers start: it must not end meanwhile
     said = second.communicate()[0]
     assert second.returncode == 2
     assert f"is in use by another run (process {first.pid})" in said
+    while not (list(nested.glob("checkpoints/*.ckpt")) and list(plain.glob("checkpoints/*.ckpt"))):
+        assert first.poll() is None and time.monotonic() < waited
+        time.sleep(0.05)
     first.send_signal(signal.SIGKILL)
     first.wait()
     time.sleep(1)
