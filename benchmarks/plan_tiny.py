@@ -5,11 +5,11 @@
     python -m benchmarks.plan_tiny --quick            does it run
 
 Each stage is planned in one process and trained by `python -m recipes fit` in another, in turns. A
-time is from the process's start to the end of training, libraries imported included, Python's own
-exit (some two seconds) not; on one thread (OMP_NUM_THREADS=1) it is the processor's and not the
-wall's, so that other work beside matters less. The goal is a prediction within 15 %. Memory is the
-largest that one training step has allocated (torch's profiler, or CUDA's own count), with weights
-and moments.
+time begins when the libraries are imported and ends with the training: the start of Python takes
+two to ten seconds, which would hide what a short training takes. On one thread
+(OMP_NUM_THREADS=1) it is the processor's and not the wall's, so that other work beside matters
+less. The goal is a prediction within 15 %. Memory is the largest that one training step has
+allocated (torch's profiler, or CUDA's own count), with weights and moments.
 """
 
 import cpu_torchvision  # noqa: F401  (first: see its docstring)
@@ -124,24 +124,24 @@ def row(stage: str, preset: str, rounds: int) -> list[str]:
     """Of the table: a stage planned and trained in turns."""
     plans, runs = [], []
     for _ in range(rounds):
-        plans.append(json.loads(child("plan", stage, preset)[0]))
+        plans.append(child("plan", stage, preset))
         runs.append(child("fit", stage, preset))
-    peak = json.loads(child("peak", stage, preset)[0])
-    ratios = [made["seconds"] / took for made, (_, took) in zip(plans, runs, strict=True)]
+    peak = child("peak", stage, preset)
+    ratios = [made["seconds"] / run["seconds"] for made, run in zip(plans, runs, strict=True)]
     return [
         stage,
         spread([made["seconds"] for made in plans]),
-        spread([took for _, took in runs]),
+        spread([run["seconds"] for run in runs]),
         spread(ratios),
         f"{plans[0]['updates']:,}",
-        f"{json.loads(runs[0][0])['updates']:,}",
+        f"{runs[0]['updates']:,}",
         f"{plans[0]['memory'] / 2**20:,.1f}",
         f"{peak['peak'] / 2**20:,.1f}",
     ]
 
 
-def child(kind: str, stage: str, preset: str) -> tuple[str, float]:
-    """The last line that a process of its own prints, and the seconds that it took.
+def child(kind: str, stage: str, preset: str) -> dict[str, float]:
+    """What a process of its own measures, and prints as its last line.
 
     Raises:
         RuntimeError: if it fails.
@@ -149,38 +149,36 @@ def child(kind: str, stage: str, preset: str) -> tuple[str, float]:
     command = [sys.executable, "-m", "benchmarks.plan_tiny", "--child", kind]
     command += ["--preset", preset, "--stages", stage]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        begun = time.time()
         if subprocess.run(command, stdout=out, stderr=err, cwd=ROOT).returncode:
             err.seek(0)
             raise RuntimeError(f"{shlex.join(command)}: {err.read()[-2000:]}")
         out.seek(0)
-        last = out.read().strip().splitlines()[-1]
-    ended = json.loads(last).get("ended", 0.0)
-    return last, ended if one_thread() else ended - begun
+        said: dict[str, float] = json.loads(out.read().strip().splitlines()[-1])
+    return said
 
 
-def one_thread() -> bool:
-    """Whether times are the processor's."""
-    return os.environ.get("OMP_NUM_THREADS") == "1"
+def clock() -> float:
+    """Seconds: the processor's on one thread, else the wall's."""
+    return time.process_time() if os.environ.get("OMP_NUM_THREADS") == "1" else time.perf_counter()
 
 
 def plan_child(stage: str, *flags: str, preset: str) -> None:
     """Print what a stage will take."""
-    if one_thread():
-        stopwatch.clock = time.process_time
+    stopwatch.clock = clock
     file = f"recipes/{stage}.yaml"
-    cli.parse(file, preset, flags)
-    made = plan(file, preset, flags, start=time.process_time())
+    cli.parse(file, preset, flags)  # imports what the stage names
+    made = plan(file, preset, flags)
     said = {"seconds": made.total, "updates": made.updates, "memory": sum(made.memory.values())}
-    print(json.dumps({**said, "parts": made.seconds}))
+    print(json.dumps(said))
 
 
 def fit_child(stage: str, *flags: str, preset: str) -> None:
     """Train a stage as the command does, and print its steps."""
+    cli.parse(f"recipes/{stage}.yaml", preset, flags)  # imports what the stage names
+    begun = clock()
     with tempfile.TemporaryDirectory() as folder:
         made = cli.main(arguments(stage, flags, preset, folder))
-        ended = time.process_time() if one_thread() else time.time()
-        print(json.dumps({"updates": made.trainer.global_step, "ended": ended}))
+    print(json.dumps({"updates": made.trainer.global_step, "seconds": clock() - begun}))
 
 
 def peak_child(stage: str, *flags: str, preset: str) -> None:

@@ -5,7 +5,6 @@ Conceptual Captions), a csv or text file with the columns image and caption (Fli
 Flickr8k's `name.jpg#0<tab>caption`.
 """
 
-import csv
 import json
 import logging
 import re
@@ -17,7 +16,7 @@ from typing import Any, Literal
 from PIL import Image
 
 from datamodules.images import read_image
-from datamodules.tables import column_error, open_lines
+from datamodules.tables import csv_cells, named_cells, open_lines
 
 log = logging.getLogger(__name__)
 BadImages = Literal["refuse", "skip"]
@@ -71,20 +70,14 @@ def _pairs(file: Path) -> list[tuple[str, str | list[str]]]:
     if "#0\t" in lines[0]:
         parts = [line.partition("\t") for line in lines if line]
         return [(name.rpartition("#")[0], caption) for name, _, caption in parts]
-    reader = csv.reader(line + "\n" for line in lines)
-    header = next(reader)
+    (_, header), *rows = csv_cells(lines)
     if not {"image", "caption"} <= set(header):
         raise ValueError(
             f"{file} has the columns {', '.join(header) or 'none'}, expected image and caption: a "
             "caption list without images cannot be paired."
         )
-    image, caption = header.index("image"), header.index("caption")
-    pairs: list[tuple[str, str | list[str]]] = []
-    for cells in filter(None, reader):
-        if len(cells) != len(header):  # a comma in a caption that is not in quotation marks
-            raise column_error(file, reader.line_num, len(cells), len(header))
-        pairs.append((cells[image], cells[caption]))
-    return pairs
+    # a row is too long where a caption has a comma and no quotation marks
+    return [(row["image"], row["caption"]) for _, row in named_cells(file, header, rows)]
 
 
 def read_json(file: Path) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 from torch.utils.data import Dataset
 
 from datamodules.loading import PartsData
-from datamodules.tables import LONGEST, column_error
+from datamodules.tables import column_error
 from datamodules.token_files import (
     Blocks,
     TokenFile,
@@ -325,7 +325,6 @@ def read_file(path: Path, column: str) -> Iterator[str]:
                         yield text
             elif path.suffix in (".csv", ".tsv"):
                 tsv: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
-                csv.field_size_limit(LONGEST)
                 reader = csv.DictReader(lines, **(tsv if path.suffix == ".tsv" else {}))
                 for row in reader:
                     place = f"{path}, line {reader.line_num}"

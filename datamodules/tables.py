@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 TXT = "sentence"  # the column of a txt file
-LONGEST = 2**31 - 1  # characters of a cell; Python's csv refuses more than 131,072 unless told
+csv.field_size_limit(2**31 - 1)  # characters of a cell; Python refuses more than 131,072
 
 
 def read_class(text: str, classes: Mapping[str, int], place: str) -> int:
@@ -79,8 +79,8 @@ def read_table(path: str | Path, columns: Sequence[str]) -> list[tuple[int, dict
             line that is no JSON object.
     """
     suffix, lines = Path(path).suffix.lower(), open_lines(path)
-    rows: list[tuple[int, dict[str, str]]] = []
     if suffix == ".jsonl":
+        rows: list[tuple[int, dict[str, str]]] = []
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -108,16 +108,33 @@ def read_table(path: str | Path, columns: Sequence[str]) -> list[tuple[int, dict
     if suffix == ".txt":
         return [(n, {TXT: line}) for n, line in enumerate(lines, start=1) if line.strip()]
     if suffix == ".tsv":
-        split = [(number, line.split("\t")) for number, line in enumerate(lines, start=1) if line]
+        cells = [(number, line.split("\t")) for number, line in enumerate(lines, start=1) if line]
     else:
-        csv.field_size_limit(LONGEST)
-        reader = csv.reader(line + "\n" for line in lines)
-        split = [(reader.line_num, row) for row in reader if row]
-    for number, cells in split[1:]:
-        if len(cells) != len(header):
+        cells = csv_cells(lines)
+    return named_cells(path, header, cells[1:])
+
+
+def csv_cells(lines: Iterable[str]) -> list[tuple[int, list[str]]]:
+    """The cells of each row of a csv, none of an empty line, with the line that the row ends on."""
+    reader = csv.reader(line + "\n" for line in lines)
+    return [(reader.line_num, cells) for cells in reader]
+
+
+def named_cells(
+    path: str | Path, header: Sequence[str], rows: Iterable[tuple[int, list[str]]]
+) -> list[tuple[int, dict[str, str]]]:
+    """The cells of each row by the header's names, with its line; empty rows are left out.
+
+    Raises:
+        ValueError: a row has more or fewer cells than the header.
+    """
+    named = []
+    for number, cells in rows:
+        if cells and len(cells) != len(header):
             raise column_error(path, number, len(cells), len(header))
-        rows.append((number, dict(zip(header, cells, strict=True))))
-    return rows
+        if cells:
+            named.append((number, dict(zip(header, cells, strict=True))))
+    return named
 
 
 def _is_object(line: str) -> bool:

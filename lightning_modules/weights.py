@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 log = logging.getLogger(__name__)
 
@@ -225,6 +226,25 @@ def refuse_another_model(
                 f"this checkpoint is of another model: its {name} is {theirs!r}, this run's is "
                 f"{ours!r}; to start anew from its weights use model.init_from"
             )
+
+
+Shape = tuple[int, ...] | None  # None: there is no tensor of this name
+
+
+def mismatch(
+    one: Mapping[str, Tensor], other: Mapping[str, Tensor]
+) -> tuple[str, Shape, Shape] | None:
+    """The first name, in alphabetical order, whose shapes differ; with the shape in each."""
+    for name in sorted(one.keys() | other.keys()):
+        a, b = (tuple(side[name].shape) if name in side else None for side in (one, other))
+        if a != b:
+            return name, a, b
+    return None
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole tensor, where FSDP2 may have sharded it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def resample_positions(model: nn.Module, positions: Tensor) -> Tensor:

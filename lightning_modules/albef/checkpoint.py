@@ -10,6 +10,7 @@ from transformers import BertForMaskedLM
 from lightning_modules.albef.bert import TokenBert
 from lightning_modules.albef.model import ALBEF, AnswerModel
 from lightning_modules.backbones import build_vision
+from lightning_modules.layouts import inside
 from lightning_modules.pela import factorize
 from lightning_modules.weights import LoadReport, copy_weights, load_weights, read_state_dict
 
@@ -39,8 +40,8 @@ def load_albef(model: ALBEF, source: str | Path) -> LoadReport:
         known = dict(model.named_modules())
         factorize(model, ranks={n: r for n, r in ranks.items() if n in known}, method="empty")
     report = copy_weights(model, state, source)
-    empty = [name for name in report.missing + report.reshaped if name.startswith(tuple(ranks))]
-    if ranks and empty:
+    empty = [name for name in report.missing + report.reshaped if inside(name, list(ranks))]
+    if empty:
         raise ValueError(
             f"{source} does not fit {type(model).__name__}: {empty[0]}; give the sizes that it was "
             "made with"

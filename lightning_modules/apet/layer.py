@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from lightning_modules.apet.recompute import not_kept
+from lightning_modules.modes import precise
 
 # an element of the sampled product costs at most as much as so many elements of the dense product,
 # which reads its inputs from the cache more often
@@ -235,16 +236,14 @@ def at(left: Tensor, right: Tensor, index: Tensor, columns: int) -> Tensor:
     """
     if len(index) * SAMPLE_COST >= left.shape[1] * columns or left.device.type not in SAMPLED:
         return (left.T @ right).flatten()[index]
-    kind = torch.promote_types(left.dtype, torch.float32)  # the product knows no other types
+    left, right = precise(left), precise(right)  # the product knows no shorter types
     rows, cols = index // columns, index % columns
     starts = torch.searchsorted(rows, torch.arange(left.shape[1] + 1, device=rows.device))
     pattern = torch.sparse_csr_tensor(
-        starts, cols, left.new_zeros(len(index), dtype=kind), (left.shape[1], columns),
+        starts, cols, left.new_zeros(len(index)), (left.shape[1], columns),
         check_invariants=False,
     )  # fmt: skip
-    return torch.sparse.sampled_addmm(
-        pattern, left.T.to(kind).contiguous(), right.to(kind), beta=0.0
-    ).values()
+    return torch.sparse.sampled_addmm(pattern, left.T.contiguous(), right, beta=0.0).values()
 
 
 @functools.cache

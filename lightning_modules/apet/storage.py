@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_modules.apet.insert import Apet, apet_of, attach, tunables
 from lightning_modules.apet.placement import Placement, draw
 from lightning_modules.layouts import inside
+from lightning_modules.weights import mismatch
 
 FORMAT = "apet-1"
 
@@ -105,13 +106,12 @@ def load(model: nn.Module, path: str | Path, placement: Placement | None = None)
         )
     trained = {name.removeprefix("heads."): v for name, v in tensors.items() if name != "values"}
     present = {name: v for name, v in model.state_dict().items() if inside(name, heads)}
-    for name in sorted(trained.keys() | present.keys()):
-        shapes = [tuple(side[name].shape) if name in side else None for side in (trained, present)]
-        if shapes[0] != shapes[1]:
-            raise ValueError(
-                f"the head tensor {name} has shape {shapes[0]} in {path} and {shapes[1]} in the "
-                "model: build the model with the same heads and number of classes"
-            )
+    if differing := mismatch(trained, present):
+        name, there, here = differing
+        raise ValueError(
+            f"the head tensor {name} has shape {there} in {path} and {here} in the model: build "
+            "the model with the same heads and number of classes"
+        )
     operations = None if operations is None else tuple(operations)
     attach(model, Apet(placement, settings["seed"], settings["budget"], operations, heads))
     fill(model, tensors["values"])

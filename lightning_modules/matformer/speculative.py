@@ -27,7 +27,7 @@ from transformers import StopStringCriteria
 from lightning_modules.matformer.drafts import Reader, Slots, drafter
 from lightning_modules.matformer.nest import Granularity
 from lightning_modules.matformer.views import as_set
-from lightning_modules.modes import evaluating
+from lightning_modules.modes import evaluating, precise
 
 LONGEST_DRAFT = 16  # the most tokens of a draft with draft_tokens="adaptive"
 
@@ -261,8 +261,7 @@ class _Loop:
         return probabilities, drawn[:, 0]
 
     def _probabilities(self, logits: Tensor) -> Tensor:
-        precise = logits if logits.dtype == torch.float64 else logits.float()
-        return (precise / self.temperature).softmax(-1)
+        return (precise(logits) / self.temperature).softmax(-1)
 
     def _verify_samples(
         self, tokens: Tensor, proposals: list[Tensor], logits: Tensor

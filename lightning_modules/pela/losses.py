@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_modules.modes import precise
@@ -20,6 +19,7 @@ from lightning_modules.pela.layers import (
     factors_of,
     low_rank_layers,
 )
+from lightning_modules.weights import gathered
 
 Setting = Literal["paper", "released"]
 Pair = tuple[nn.Linear, nn.Linear, Tensor]  # u, v and the original weight W (d_out, d_in)
@@ -185,17 +185,12 @@ def weight_pairs(student: nn.Module, teacher: nn.Module) -> list[Pair]:
 def _distance(u: Tensor, v: Tensor, weight: Tensor, p: float) -> Tensor:
     def norm(u: Tensor, v: Tensor) -> Tensor:
         with torch.autocast(u.device.type, enabled=False):
-            product = precise(_gathered(v)) @ precise(_gathered(u))
-            return torch.linalg.vector_norm(product - precise(_gathered(weight)), p)
+            product = precise(gathered(v)) @ precise(gathered(u))
+            return torch.linalg.vector_norm(product - precise(gathered(weight)), p)
 
     distance = checkpoint(norm, u, v, use_reentrant=False, preserve_rng_state=False)
     assert isinstance(distance, Tensor)
     return distance
-
-
-def _gathered(tensor: Tensor) -> Tensor:
-    """The full tensor of a parameter that FSDP2 may have sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _check_setting(setting: str) -> None:

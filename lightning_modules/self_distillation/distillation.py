@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_modules.modes import precise
 from lightning_modules.self_distillation.mars import constrained, largest_row
+from lightning_modules.weights import mismatch
 
 Match = Literal["cls", "all", "mean"]
 Reduction = Literal["sum", "mean"]
@@ -137,13 +138,12 @@ def weight_matching(
     if norm not in ("l2", "mars"):
         raise ValueError(f"unknown norm {norm!r} of the weights: expected 'l2' or 'mars'")
     ours, theirs = dict(student.named_parameters()), dict(teacher.named_parameters())
-    for name in sorted(ours.keys() | theirs.keys()):
-        shapes = [tuple(side[name].shape) if name in side else None for side in (ours, theirs)]
-        if shapes[0] != shapes[1]:
-            raise ValueError(
-                f"{name} is {shapes[0]} in the student and {shapes[1]} in the teacher: expected "
-                "the same parameters; give two encoders of one architecture"
-            )
+    if differing := mismatch(ours, theirs):
+        name, here, there = differing
+        raise ValueError(
+            f"{name} is {here} in the student and {there} in the teacher: expected the same "
+            "parameters; give two encoders of one architecture"
+        )
     device = next(iter(ours.values())).device.type
     with torch.autocast(device, enabled=False):
         if norm == "mars":

@@ -6,7 +6,6 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import (
@@ -33,7 +32,7 @@ from lightning_modules.self_distillation.recadam import (
     require_convergence,
 )
 from lightning_modules.self_distillation.tracking_module import TrackDistance, laid_out
-from lightning_modules.weights import load_completely, refuse_another_model
+from lightning_modules.weights import gathered, load_completely, refuse_another_model
 
 Method = Literal["plain", "linear", "recadam", "mars", "r3f"]
 
@@ -222,8 +221,7 @@ class Finetuning(L.LightningModule):
         """Save the initial weights' fingerprint, and MARS's centres for resumed runs."""
         checkpoint["start"] = self.start
         checkpoint["mars_start"] = {
-            name: (centre.full_tensor() if isinstance(centre, DTensor) else centre).cpu()
-            for name, centre in self.centres.items()
+            name: gathered(centre).cpu() for name, centre in self.centres.items()
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

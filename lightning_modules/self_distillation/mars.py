@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from lightning_modules.weights import mismatch
+
 
 def constrained(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """The weights that MARS constrains: those of linear and convolutional layers, not biases.
@@ -79,13 +81,13 @@ def mars_project(model: nn.Module, start: dict[str, Tensor], radius: float = 4.0
         raise ValueError(f"radius is {radius}: expected a number above 0")
     parameters = dict(model.named_parameters())
     rows = constrained(model)
-    for name in sorted(rows.keys() | start.keys()):
-        shapes = [tuple(d[name].shape) if name in d else None for d in (parameters, start)]
-        if shapes[0] != shapes[1]:
-            raise ValueError(
-                f"{name} is {shapes[0]} in the model and {shapes[1]} in the start: expected the "
-                "same weights; take the start from this model with mars_start"
-            )
+    compared = {n: p for n, p in parameters.items() if n in rows or n in start}
+    if differing := mismatch(compared, start):
+        name, now, then = differing
+        raise ValueError(
+            f"{name} is {now} in the model and {then} in the start: expected the same weights; "
+            "take the start from this model with mars_start"
+        )
     for name, dims in rows.items():
         weight, centre = parameters[name], start[name]
         change = weight - centre

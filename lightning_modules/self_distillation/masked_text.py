@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_modules.modes import precise
+
 IGNORED = -100
 
 
@@ -98,8 +100,7 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """
     hidden = labels != IGNORED
     with torch.autocast(logits.device.type, enabled=False):
-        precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        errors = F.cross_entropy(precise, labels[hidden], reduction="none")
+        errors = F.cross_entropy(precise(logits), labels[hidden], reduction="none")
         numbers = hidden.sum(1)
         weights = 1 / numbers.clamp(min=1).to(errors.dtype)
         examples = hidden.nonzero()[:, 0]

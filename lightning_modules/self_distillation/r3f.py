@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_modules.modes import precise
+
 
 def r3f(
     model: nn.Module,
@@ -64,7 +66,7 @@ def r3f(
 def symmetric_divergence(logits: Tensor, others: Tensor) -> Tensor:
     """[KL(p ‖ q) + KL(q ‖ p)] / B of the softmaxes p and q of two logits (B, C)."""
     with torch.autocast(logits.device.type, enabled=False):
-        p, q = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (logits, others))
+        p, q = (precise(x) for x in (logits, others))
         p, q = p.log_softmax(-1), q.log_softmax(-1)
         return ((p.exp() - q.exp()) * (p - q)).sum() / len(p)
 

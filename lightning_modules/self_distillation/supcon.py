@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_modules.modes import precise
+
 
 def supervised_contrastive(features: Tensor, labels: Tensor, temperature: float = 0.1) -> Tensor:
     """L = mean over anchors i of −1/|P_i| Σ_{j∈P_i} log(exp(z_i·z_j/τ) / Σ_{k≠i} exp(z_i·z_k/τ)).
@@ -34,7 +36,7 @@ def supervised_contrastive(features: Tensor, labels: Tensor, temperature: float 
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}: expected a number above 0")
     with torch.autocast(features.device.type, enabled=False):
-        features = features.to(torch.promote_types(features.dtype, torch.float32))
+        features = precise(features)
         unit = F.normalize(features, dim=-1)
         itself = torch.eye(len(unit), dtype=torch.bool, device=unit.device)
         positive = (labels[:, None] == labels) & ~itself

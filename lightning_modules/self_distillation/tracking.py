@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_modules.modes import precise
+from lightning_modules.weights import gathered
+
 
 @torch.no_grad()
 def distance(weights: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> float:
@@ -34,8 +37,7 @@ def distance(weights: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> floa
                 f"{name} is {tuple(now.shape)} now and was {tuple(then.shape)}: expected weights "
                 "of one architecture"
             )
-        precise = torch.promote_types(now.dtype, torch.float32)
-        total += float(_gathered((now.to(precise) - then.to(precise)).square().sum()))
+        total += float(gathered((precise(now) - precise(then)).square().sum()))
         common += 1
     if not common:
         raise ValueError(
@@ -53,13 +55,7 @@ def fingerprint(weights: Mapping[str, Tensor]) -> str:
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
-        tensor = _gathered(tensor)
+        tensor = gathered(tensor.detach()).cpu()
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
         digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _gathered(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU, gathered from its shards where FSDP2 has sharded it."""
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()

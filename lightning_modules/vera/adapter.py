@@ -28,7 +28,7 @@ from lightning_modules.vera.vera import (
     vectors_of,
     vera_of,
 )
-from lightning_modules.weights import read_file, read_state_dict
+from lightning_modules.weights import gathered, mismatch, read_file, read_state_dict
 
 FORMAT = 1
 MANIFEST, TENSORS = "manifest.json", "adapter.safetensors"
@@ -63,7 +63,7 @@ def save_adapter(
     folder = Path(folder)
     values = {**model.state_dict(), **(read_state_dict(checkpoint) if checkpoint else {})}
     vectors = [
-        [_gathered(values[f"{name}.{attribute}"]) for attribute in piece.names]
+        [gathered(values[f"{name}.{attribute}"].detach()).cpu() for attribute in piece.names]
         for name, layer in layers_of(model).items()
         for piece in layer.slices
     ]
@@ -73,7 +73,7 @@ def save_adapter(
     }
     for name, tensor in values.items():
         if inside(name, record.heads):
-            tensors[f"head.{name}"] = _gathered(tensor).clone()
+            tensors[f"head.{name}"] = gathered(tensor.detach()).cpu().clone()
     pairs = projections_of(model)
     projections = projections or any(pair.given is not None for pair in pairs)
     if projections and not record.shared:
@@ -284,7 +284,7 @@ def sha256_of(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 of names, shapes, types and bytes, in the order of the names."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        tensor = _gathered(tensor)
+        tensor = gathered(tensor.detach()).cpu()
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
@@ -298,14 +298,6 @@ def _sha256_of_projections(model: nn.Module) -> list[str]:
     return [
         hashlib.sha256("".join(column).encode()).hexdigest() for column in zip(*hashes, strict=True)
     ]
-
-
-def _gathered(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU, gathered from its shards where FSDP2 has sharded it."""
-    tensor = tensor.detach()
-    if isinstance(tensor, torch.distributed.tensor.DTensor):
-        tensor = tensor.full_tensor()
-    return tensor.cpu()
 
 
 def _check_layers(model: nn.Module, manifest: dict[str, Any], folder: str | Path) -> None:
@@ -341,13 +333,12 @@ def head_tensors(
     """
     present = {n: t for n, t in model.state_dict().items() if inside(n, record.heads)}
     saved = {n.removeprefix("head."): t for n, t in tensors.items() if n.startswith("head.")}
-    for name in sorted(present.keys() | saved.keys()):
-        shapes = [tuple(d[name].shape) if name in d else None for d in (saved, present)]
-        if shapes[0] != shapes[1]:
-            raise ValueError(
-                f"the head tensor {name} has shape {shapes[0]} in {folder} and {shapes[1]} in the "
-                "model: build the model with the adapter's number of classes"
-            )
+    if differing := mismatch(saved, present):
+        name, there, here = differing
+        raise ValueError(
+            f"the head tensor {name} has shape {there} in {folder} and {here} in the model: build "
+            "the model with the adapter's number of classes"
+        )
     return {name: (present[name], saved[name]) for name in present}
 
 

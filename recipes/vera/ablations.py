@@ -75,21 +75,21 @@ def declare(run: Run) -> None:
     for seed in run.seeds:
         for task in grid["sets"]:
             metric = grid["metrics"][task]
+            scoring = {"set": task, "metric": metric, "part": grid["part"]}
             stages: dict[str, Any] = {}
             for row in rows_of(grid, task):
                 if row not in chosen:
                     continue
                 stages[row] = train(run, "glue", grid, row, task, seed, VARIED, f"val/{metric}")
-                settings = {"row": row, "set": task, "metric": metric, "part": grid["part"]}
+                settings = {"row": row, **scoring}
                 nodes = {"stage": stages[row]}
                 run.measure(f"{task}_{row}.score", seed, measure_score, nodes, settings)
                 if row == f"vera_r{grid['rank']}":  # with it the variants are compared
-                    default = {**settings, "row": "default"}
+                    default = {"row": "default", **scoring}
                     run.measure(f"{task}_default.score", seed, measure_score, nodes, default)
                 if grid["curves"]:
                     run.measure(f"{task}_{row}.curve", seed, measure_curve, nodes, settings)
             if stages:
-                scoring = {"set": task, "metric": metric, "part": grid["part"]}
                 nodes = {"stage": next(iter(stages.values()))}
                 run.measure(f"{task}_majority", seed, measure_majority, nodes, scoring)
             if grid["curves"] and seed == 0 and task in grid["ranks"]["tasks"]:
