@@ -1,7 +1,8 @@
 """Builds timm and transformers models by name, feeds them batches, and shards them (FSDP2)."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,24 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+
+
+@contextmanager
+def fetched(name: str) -> Iterator[None]:
+    """Around what reads a model by its name: errors of timm and transformers omit the name.
+
+    Raises:
+        OSError: naming it, if there is no such folder, and the hub has none or does not answer.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = str(error).partition("\n")[0]
+        raise OSError(
+            f"the model {name!r} cannot be loaded, expected a folder with its config.json and "
+            f"weights, or a name that the hub knows ({reason}); `make weights` puts some folders "
+            "under weights/"
+        ) from error
 
 
 def build_vision(
@@ -28,7 +47,7 @@ def build_vision(
 
     Raises:
         ValueError: if timm has no such model, or the model no such argument.
-        FileNotFoundError: if there is no such folder.
+        OSError: if there is no such folder, or the hub does not answer.
     """
     folder = architecture.removeprefix("local-dir:")
     if folder != architecture and not Path(folder, "config.json").is_file():
@@ -43,9 +62,10 @@ def build_vision(
             "(timm.list_models() names all)"
         )
     try:
-        return timm.create_model(
-            architecture, pretrained=pretrained, num_classes=num_classes, **model_args
-        )
+        with fetched(architecture):
+            return timm.create_model(
+                architecture, pretrained=pretrained, num_classes=num_classes, **model_args
+            )
     except TypeError as error:
         raise ValueError(f"{architecture}: {error}; correct model.model_args") from error
 
@@ -91,7 +111,8 @@ def build_text(
         if architecture in transformers.CONFIG_MAPPING:
             config = transformers.AutoConfig.for_model(architecture, **model_args)
         else:
-            config = transformers.AutoConfig.from_pretrained(architecture, **model_args)
+            with fetched(architecture):
+                config = transformers.AutoConfig.from_pretrained(architecture, **model_args)
         return kind.from_config(config, dtype=torch.float32)
     if architecture in transformers.CONFIG_MAPPING and not Path(architecture).is_dir():
         raise ValueError(
@@ -108,9 +129,10 @@ def build_text(
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
         loading = {"quantization_config": bits, "dtype": torch.bfloat16}
-    model, info = kind.from_pretrained(
-        architecture, output_loading_info=True, **loading, **model_args
-    )
+    with fetched(architecture):
+        model, info = kind.from_pretrained(
+            architecture, output_loading_info=True, **loading, **model_args
+        )
     model.at_random = frozenset(info["missing_keys"])
     # from_pretrained leaves eval mode, which Lightning would keep: it would train without dropout
     return model.train()

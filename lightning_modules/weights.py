@@ -88,9 +88,8 @@ def read_file(path: Path) -> Any:
             return load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file can raise almost anything
-        reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"{path} cannot be read as weights ({type(error).__name__}: {reason}): expected a "
+            f"{path} cannot be read as weights ({type(error).__name__}): expected a "
             "safetensors file, a Lightning checkpoint or a state_dict saved by torch.save, with "
             "nothing but plain types in it; fetch or write it again"
         ) from error

@@ -36,7 +36,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from callbacks.seeding import SeedEveryStep
 from lightning_modules.weights import read_checkpoint
 from recipes.agreement import RANDOM, agree, other_normalisation, weights_of
-from recipes.messages import shortened
+from recipes.messages import refused, shortened
 
 PAPER = "paper"  # the preset that is the file's top alone
 SUMMARY = "One training stage from one YAML file, such as recipes/matformer/matvit.yaml."
@@ -142,6 +142,15 @@ class RecipeCLI(LightningCLI):
         start = weights_of(settings) or ""
         if self.subcommand == "fit" and not settings.ckpt_path and start.startswith(RANDOM):
             rank_zero_info(start)
+
+    def instantiate_classes(self) -> None:
+        """Build them, and turn jsonargparse's error into one sentence."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            if said := refused(str(error)):
+                raise ValueError(said) from error
+            raise
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Make last.ckpt the newest checkpoint also where `monitor` is set.
@@ -278,7 +287,11 @@ def _divided(path: str | Path) -> tuple[yaml.MappingNode, dict[str, yaml.Mapping
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path} is not there: expected the YAML file of a stage")
-    top = yaml.compose(Path(path).read_text(encoding="utf-8"))
+    try:
+        top = yaml.compose(Path(path).read_text(encoding="utf-8"))
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ValueError(f"{path}, line {line}: this is no YAML ({error.problem})") from error
     if not isinstance(top, yaml.MappingNode):
         raise ValueError(f"{path} is no mapping of settings: expected the YAML file of a stage")
     parts = _taken(top, "presets")
@@ -311,17 +324,20 @@ def expanded(args: Sequence[str]) -> list[str]:
         preset = given[place + 1]
         del given[place : place + 2]
     result: list[str] = []
+    files: list[str] = []
     used = False
     for before, argument in zip(["", *given], given, strict=False):
         if before in ("-c", "--config") and "\n" not in argument:
             mine = preset if preset and presets(argument) != [PAPER] else PAPER
             used |= mine == preset
+            files.append(argument)
             first, *others = layers(argument, mine)
             result += [first, *(part for text in others for part in ("-c", text))]
         else:
             result.append(argument)
     if preset not in (None, PAPER) and not used:
-        raise ValueError(f"--preset {preset}: no -c FILE with presets is given")
+        where = f"{', '.join(files)} has no presets" if files else "no -c FILE is given"
+        raise ValueError(f"--preset {preset}: {where}")
     return result
 
 

@@ -142,6 +142,12 @@ def _preprocessing(predictor: Predictor) -> dict[str, Any] | None:
     return {"input_size": (3, size, size), "crop_pct": crop, **same}
 
 
+def is_export(folder: Path) -> bool:
+    """Whether a folder has been written by an export, so that another may take its place."""
+    names = ("config.json", "adapter_config.json", "latency.json")
+    return any((folder / name).is_file() for name in names)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Export the checkpoint that a command line names."""
     parser = argparse.ArgumentParser(
@@ -161,8 +167,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     out = Path(options.out)
     if options.to in FILES and out.suffix != f".{options.to}":
         raise ValueError(f"{out}: expected a name that ends in .{options.to}")
-    if options.to not in FILES:
-        folder_for(out)
+    if options.to not in FILES and any(folder_for(out).glob("*")) and not is_export(out):
+        raise ValueError(f"{out} holds other files: expected a new folder, or one exported before")
     predictor = Predictor(options.checkpoint, device="cpu")
     print(export(predictor, out, options.to, granularity_of(predictor, options, out)))
 

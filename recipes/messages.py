@@ -63,12 +63,23 @@ def shortened(message: str) -> str:
     types = list(dict.fromkeys(map(_name, kinds)))
     if key and types:
         return f"{key} is {_value(message)}: expected {' or '.join(types)}"
+    if message.startswith("the following arguments are required: fit."):
+        return "no stage is named: give its file, such as -c recipes/matformer/matvit.yaml"
     if unknown := re.match(r"unrecognized arguments: (.*)", message):
         return f"{unknown[1]} is no setting: --help lists those that there are"
     if unknown := re.search(r"does not accept option '([^']+)'", message):
         return f"{unknown[1]} is no setting: --help lists those that there are"
     message = re.sub(r'^Parser key "([^"]+)":', r"\1:", message.strip())
     return re.sub(r"\s+", " ", message)
+
+
+def refused(message: str) -> str | None:
+    """What a class said of its arguments, if jsonargparse wraps it in its errors of a union.
+
+    The class is one member of "a LightningDataModule or null", whose settings are shown as well.
+    """
+    found = re.match(r"Does not validate against any.*?\n *- (.*?)\n *- ", message, flags=re.S)
+    return found[1] if found else None
 
 
 def _key(message: str) -> str:

@@ -9,7 +9,7 @@ from transformers import BertForMaskedLM
 
 from lightning_modules.albef.bert import TokenBert
 from lightning_modules.albef.model import ALBEF, AnswerModel
-from lightning_modules.backbones import build_vision
+from lightning_modules.backbones import build_vision, fetched
 from lightning_modules.layouts import inside
 from lightning_modules.pela import factorize
 from lightning_modules.weights import LoadReport, copy_weights, load_weights, read_state_dict
@@ -91,7 +91,8 @@ def start_text(model: ALBEF, source: str | Path) -> LoadReport:
         OSError: if there is no such BERT.
         ValueError: if nothing in it fits.
     """
-    bert = BertForMaskedLM.from_pretrained(str(source))
+    with fetched(str(source)):
+        bert = BertForMaskedLM.from_pretrained(str(source))
     state = {f"text_encoder.{name}": value for name, value in bert.state_dict().items()}
     return copy_weights(model, albef_names(model, state), source)
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import BertConfig
 
 from lightning_modules.albef.bert import Bert, TokenBert
-from lightning_modules.backbones import build_vision
+from lightning_modules.backbones import build_vision, fetched
 
 Task = Literal["pretrain", "retrieval", "entailment", "vqa"]
 # layers that PELA's released code leaves dense in addition to pela.layers.SKIP
@@ -218,7 +218,8 @@ def build(
             "model such as vit_base_patch16_224"
         )
     if isinstance(text, str):
-        config = BertConfig.from_pretrained(text)
+        with fetched(text):
+            config = BertConfig.from_pretrained(text)
     else:
         config = BertConfig(**(text or {}))
     bert = Bert(config, text_layers, fusion_layers, encoder.num_features)

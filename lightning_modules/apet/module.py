@@ -6,7 +6,7 @@ import transformers
 from torch import Tensor, nn
 
 from lightning_modules.apet.label_words import LabelWords
-from lightning_modules.backbones import build_text, match_tokenizer, text_inputs
+from lightning_modules.backbones import build_text, fetched, match_tokenizer, text_inputs
 from lightning_modules.vera.language_module import LanguageTuning
 from lightning_modules.vera.module import IGNORED
 from lightning_modules.vera.text_module import TextTuning
@@ -116,9 +116,9 @@ class TextToTextTuning(LanguageTuning):
 
 def task_of(architecture: str) -> Literal["seq2seq", "causal"]:
     """`build_text`'s task for an architecture: "seq2seq" for encoder–decoders, else "causal"."""
-    config = (
-        transformers.AutoConfig.for_model(architecture)
-        if architecture in transformers.CONFIG_MAPPING
-        else transformers.AutoConfig.from_pretrained(architecture)
-    )
+    if architecture in transformers.CONFIG_MAPPING:
+        config = transformers.AutoConfig.for_model(architecture)
+    else:
+        with fetched(architecture):
+            config = transformers.AutoConfig.from_pretrained(architecture)
     return "seq2seq" if config.is_encoder_decoder else "causal"

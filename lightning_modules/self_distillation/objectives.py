@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, ViTMAEConfig, ViTMAEForPreTraining
 
-from lightning_modules.backbones import build_text, build_vision
+from lightning_modules.backbones import build_text, build_vision, fetched
 from lightning_modules.self_distillation.distillation import (
     Reduction,
     prediction_matching,
@@ -78,12 +78,14 @@ class MaskedImages:
                 raise without_decoder(architecture)
             encoder = build_vision(architecture, 0, model_args, pretrained)
             return MaskedAutoencoder(encoder, mae_decoder(encoder, **decoder_args))
-        config = ViTMAEConfig.from_pretrained(architecture, **model_args)
+        with fetched(architecture):
+            config = ViTMAEConfig.from_pretrained(architecture, **model_args)
         model = from_transformers(ViTMAEForPreTraining(config))
         if pretrained:  # without model_args, so that positions can be interpolated to another size
-            loaded: Any = ViTMAEForPreTraining.from_pretrained(
-                architecture, output_loading_info=True
-            )
+            with fetched(architecture):
+                loaded: Any = ViTMAEForPreTraining.from_pretrained(
+                    architecture, output_loading_info=True
+                )
             published, info = loaded
             tensors = published.state_dict().items()
             state = {name: value for name, value in tensors if name not in info["missing_keys"]}
@@ -154,9 +156,10 @@ class MaskedText:
         """
         model: Any
         if pretrained:
-            model, loading = AutoModelForMaskedLM.from_pretrained(
-                architecture, dtype=torch.float32, output_loading_info=True, **model_args
-            )
+            with fetched(architecture):
+                model, loading = AutoModelForMaskedLM.from_pretrained(
+                    architecture, dtype=torch.float32, output_loading_info=True, **model_args
+                )
             if loading["missing_keys"] and not new_decoder:
                 raise ValueError(
                     f"{architecture} has no {min(loading['missing_keys'])}, so it cannot predict "
