@@ -17,6 +17,7 @@ the tokenizer, so nothing else is needed. The table is printed and written to pr
 import argparse
 import importlib
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +45,7 @@ from recipes.records import write_whole
 from recipes.tables import Table
 
 SHOWN = 20  # rows in the terminal; the file has all
-WIDTH = 40  # characters of an input in the terminal
+WIDTH = 30  # characters of an input that a table shows
 UNITS = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
 
 
@@ -300,6 +301,26 @@ def table_of(rows: Sequence[tuple[str, Prediction]]) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
+def brief(rows: Sequence[tuple[str, Prediction]], paths: bool) -> Table:
+    """The first rows for a terminal, with the two next classes in one column.
+
+    Paths are shown below the folder that they have in common.
+    """
+    names = [os.path.abspath(name) if paths else name for name, _ in rows]
+    common = os.path.commonpath(map(os.path.dirname, names)) if paths else ""
+    header = ["input", "prediction", "probability", "then"]
+    cells = []
+    for name, (_, one) in zip(names[:SHOWN], rows, strict=False):
+        share = "" if one.probability is None else f"{one.probability:.1%}"
+        then = ", ".join(f"{label} {other:.1%}" for label, other in one.top[1:3])
+        shown = abridged(os.path.relpath(name, common) if paths else name, paths)
+        cells.append([shown, str(one.label), share, then])
+    # written texts have no probability, and with --top_k 1 there is no next class
+    used = [p for p in range(len(header)) if any(line[p] for line in cells)]
+    more = [f"{len(rows) - SHOWN} more are in the file"] if len(rows) > SHOWN else []
+    return Table([header[p] for p in used], [[line[p] for p in used] for line in cells], more)
+
+
 def abridged(name: str, path: bool) -> str:
     """The end of a long path, or the beginning of a long text."""
     if len(name) <= WIDTH:
@@ -380,9 +401,5 @@ def main(argv: Sequence[str] | None = None) -> None:
     table = table_of(rows)
     file = Path(options.out) / "predictions.csv"
     write_whole(file, table.to_csv(index=False))
-    head = table.head(SHOWN).astype(str).replace("nan", "")
-    head["input"] = [abridged(name, predictor.kind == "images") for name in head["input"]]
-    cells = head.to_numpy().tolist()
-    more = [f"{len(table) - SHOWN} more are in the file"] if len(table) > SHOWN else []
     count = f"{len(table):,} prediction{'s' if len(table) > 1 else ''}"
-    Table(list(table.columns), cells, more).show(f"{count}: {file}")
+    brief(rows, predictor.kind == "images").show(f"{count}: {file}")

@@ -14,7 +14,7 @@ from datamodules.tables import read_table
 from lightning_modules.optim import with_schedule
 from recipes import cli
 from recipes.agreement import RANDOM, other_normalisation, weights_of
-from recipes.cli import parse
+from recipes.cli import expanded, parse
 from recipes.plan import files
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -120,17 +120,17 @@ def test_a_training_from_random_weights_says_so_when_it_starts(monkeypatch):
         ("validate", [], 1),
         ("fit", ["--data.batch_size=2"], 2),
     ):
-        Begins([verb, "-c", str(FOLDER), *flags])
+        Begins([verb, *expanded(["-c", str(FOLDER)]), *flags])
         assert len(said) == count
     assert all(one.startswith("weights: random, since neither") for one in said)
 
 
 def test_a_checkpoint_that_is_cut_off_is_named(tmp_path):
     torch.save({"state_dict": {"weight": torch.zeros(1000)}}, tmp_path / "last.ckpt")
-    Begins(["fit", "-c", str(FOLDER), f"--ckpt_path={tmp_path / 'last.ckpt'}"])
+    Begins(["fit", *expanded(["-c", str(FOLDER)]), f"--ckpt_path={tmp_path / 'last.ckpt'}"])
     (tmp_path / "cut.ckpt").write_bytes((tmp_path / "last.ckpt").read_bytes()[:1000])
     with pytest.raises(ValueError, match=r"cut\.ckpt cannot be read as a checkpoint"):
-        Begins(["fit", "-c", str(FOLDER), f"--ckpt_path={tmp_path / 'cut.ckpt'}"])
+        Begins(["fit", *expanded(["-c", str(FOLDER)]), f"--ckpt_path={tmp_path / 'cut.ckpt'}"])
 
 
 def test_a_warm_up_longer_than_the_run_is_said():

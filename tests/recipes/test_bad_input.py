@@ -67,7 +67,7 @@ def place(tmp_path_factory):
         ("fti", "'fti' is no verb of python -m recipes, did you mean 'fit'?"),
         ("fit", "no stage is named: give its file, such as -c recipes/matformer/matvit.yaml"),
         ("fit -c bad.yaml", "bad.yaml, line 2: this is no YAML"),
-        (f"{IMAGES} --preset huge", "folder.yaml has no presets"),
+        (f"{IMAGES} --preset huge", "unknown preset 'huge': "),
         (f"{IMAGES} --trainer.max_epochs ten", "trainer.max_epochs is ten: expected int or null"),
         (f"{IMAGES} --modle.lr 1", "--modle.lr 1 is no setting: --help lists"),
         (f"{IMAGES} --data.root nowhere", "nowhere is not a folder, expected one with a folder"),

@@ -12,7 +12,7 @@ from recipes.cli import grid, layers, main, parse, presets
 MATFORMER = Path(__file__).resolve().parents[2] / "recipes" / "matformer"
 STAGE = ["-c", str(MATFORMER / "matvit.yaml")]
 BASE = STAGE[1]
-FOLDER = ["-c", str(MATFORMER / "folder.yaml")]
+PLAIN = ["-c", str(MATFORMER.parent / "vera" / "text.yaml")]
 MODEL = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
 
 
@@ -207,7 +207,7 @@ def test_a_preset_is_laid_over_its_stage(given, capsys):
         ([*STAGE, "--preset", "tinny"], "unknown preset 'tinny': .*matvit.yaml has tiny, small, p"),
         (["--preset", "tiny"], "--preset tiny: no -c FILE is given"),
         ([*STAGE, "--preset"], "--preset has no value"),
-        ([*FOLDER, "--preset", "tiny"], "--preset tiny: .*folder.yaml has no presets"),
+        ([*PLAIN, "--preset", "tiny"], "--preset tiny: .*text.yaml has no presets"),
         (["-c", "nowhere.yaml"], "nowhere.yaml is not there: expected the YAML file of a stage"),
     ],
 )

@@ -146,11 +146,8 @@ def test_the_pieces_are_what_they_were_made_to_take(tmp_path):
     assert (pieces.examples, pieces.batches, pieces.batch) == (40, 20, 2)
     assert pieces.evaluations == 9.5
     for name in sleeps:
-        assert (
-            sleeps[name]
-            <= getattr(pieces, name)
-            < sleeps[name] + 0.03 * (1 + 20 * (name == "setup"))
-        )
+        slack = 0.03 * (1 + 20 * (name == "setup"))
+        assert getattr(pieces, name) == pytest.approx(sleeps[name], abs=slack)
 
 
 def test_limits_are_a_number_or_a_share():

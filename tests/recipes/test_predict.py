@@ -90,7 +90,11 @@ class TestImages:
         shares = table[["probability", "probability_2", "probability_3"]]
         np.testing.assert_allclose(shares.sum(axis=1), 1, atol=1e-5)
         assert (shares.diff(axis=1).iloc[:, 1:] <= 0).all(axis=None)
-        assert "3 predictions" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        rows = [line for line in shown.splitlines() if ".png" in line]
+        assert "3 predictions" in shown and len(rows) == 3
+        for row, probability in zip(rows, table["probability"], strict=True):
+            assert f" {probability:.1%} " in row  # not cut at the terminal's 80 columns
 
     def test_it_sees_what_validation_saw(self, pictures):
         """The same logits as the trained module under the DataModule's own transform."""
@@ -360,7 +364,7 @@ def test_what_is_no_number(text):
 
 
 def test_long_inputs_are_abridged_where_they_are_shown():
-    assert abridged("short.png", True) == "short.png" and len(abridged("x" * 99, True)) == 40
+    assert abridged("short.png", True) == "short.png" and len(abridged("x" * 99, True)) == 30
     assert abridged("/a/very/long/path/to/the/pictures/of/a/cat.png", True).endswith("/cat.png")
     assert abridged("the film is " + "very " * 20, False).startswith("the film is very")
 
