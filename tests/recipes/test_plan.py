@@ -146,8 +146,10 @@ def test_the_pieces_are_what_they_were_made_to_take(tmp_path):
     assert (pieces.examples, pieces.batches, pieces.batch) == (40, 20, 2)
     assert pieces.evaluations == 9.5
     for name in sleeps:
-        slack = 0.03 * (1 + 20 * (name == "setup"))
-        assert getattr(pieces, name) == pytest.approx(sleeps[name], abs=slack)
+        # what is around batches is a difference of times, which can come out a little short
+        short = 0.01 * (name in ("epoch", "validation"))
+        most = sleeps[name] + 0.03 * (1 + 20 * (name == "setup"))
+        assert sleeps[name] - short <= getattr(pieces, name) < most
 
 
 def test_limits_are_a_number_or_a_share():
