@@ -1,5 +1,6 @@
 """Starts a new run from old weights, and logs which fitted and which did not."""
 
+import hashlib
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -244,6 +245,17 @@ def mismatch(
 def gathered(tensor: Tensor) -> Tensor:
     """The whole tensor, where FSDP2 may have sharded it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of tensors: names, shapes, types and bits, in the order of the names."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        tensor = gathered(tensor.detach()).cpu()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def resample_positions(model: nn.Module, positions: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ parameters, which `load` compares before it changes the model. A placement that 
 (`bitfit`, `lora`, …) is not in the file: give the same placement to `load`.
 """
 
-import hashlib
 import json
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from lightning_modules.apet.insert import Apet, apet_of, attach, tunables
 from lightning_modules.apet.placement import Placement, draw
 from lightning_modules.layouts import inside
-from lightning_modules.weights import mismatch
+from lightning_modules.weights import fingerprint, mismatch
 
 FORMAT = "apet-1"
 
@@ -55,7 +54,7 @@ def save(model: nn.Module, path: str | Path) -> Path:
         "format": FORMAT,
         "settings": json.dumps(settings),
         "positions": record.placement.digest(),
-        "base": fingerprint(model, record.heads),
+        "base": base_fingerprint(model, record.heads),
     }
     save_file(tensors, path, metadata)
     return path
@@ -99,7 +98,7 @@ def load(model: nn.Module, path: str | Path, placement: Placement | None = None)
             f"the positions that {path} was trained at are not those of this model: give the model "
             "with the same layers and names, and the same placement"
         )
-    if fingerprint(model, heads) != metadata["base"]:
+    if base_fingerprint(model, heads) != metadata["base"]:
         raise ValueError(
             f"{path} was trained with other base weights than this {type(model).__name__} has: "
             "load those first"
@@ -140,12 +139,12 @@ def fill(model: nn.Module, values: Tensor) -> None:
         parameter.copy_(piece.view_as(parameter))
 
 
-def fingerprint(model: nn.Module, heads: tuple[str, ...] = ()) -> str:
-    """SHA-256 of names, shapes, types and values of the base's parameters outside the heads."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        if not inside(name, heads) and not name.rpartition(".")[2].startswith("apet_"):
-            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-            flat = parameter.detach().cpu().contiguous().flatten()
-            digest.update(flat.view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+def base_fingerprint(model: nn.Module, heads: tuple[str, ...] = ()) -> str:
+    """SHA-256 of the base's parameters outside the heads, see `weights.fingerprint`."""
+    return fingerprint(
+        {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if not inside(name, heads) and not name.rpartition(".")[2].startswith("apet_")
+        }
+    )

@@ -6,18 +6,17 @@ where the library's own arguments can express the sizes (all layers alike), and 
 granularity and the parent model's hash.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from timm.models._input import get_model_args
 from torch import nn
 
 from lightning_modules import standalone
 from lightning_modules.matformer.nest import Granularity, Nesting, extract, nesting_of
+from lightning_modules.weights import fingerprint
 
 
 def save(
@@ -63,21 +62,12 @@ def save(
                 f"{layer.axis}:{layer.name}": layer.widths[index]
                 for layer, index in zip(nesting.layers, chosen, strict=True)
             },
-            "parent_sha256": fingerprint(model),
+            "parent_sha256": fingerprint(model.state_dict()),
         },
         title=f", granularity {label}",
         origin=", cut out of a nested model (MatFormer, arXiv 2310.07707)",
     )
     return standalone.save(small, folder, classes, preprocessing, tokenizer, submodel)
-
-
-def fingerprint(model: nn.Module) -> str:
-    """SHA-256 of the names, shapes, types and bytes of a model's state_dict, as hex digits."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 def _arguments(model: Any, nesting: Nesting, chosen: Sequence[int]) -> list[dict[str, Any]]:

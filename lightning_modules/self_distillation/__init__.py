@@ -21,7 +21,7 @@ from lightning_modules.self_distillation.masked_text import mask_tokens, masked_
 from lightning_modules.self_distillation.r3f import r3f
 from lightning_modules.self_distillation.recadam import RecAdam
 from lightning_modules.self_distillation.supcon import supervised_contrastive
-from lightning_modules.self_distillation.tracking import distance, fingerprint
+from lightning_modules.self_distillation.tracking import distance
 
 __all__ = [
     "Adaptation",
@@ -30,7 +30,6 @@ __all__ = [
     "RecAdam",
     "distance",
     "distillation",
-    "fingerprint",
     "from_transformers",
     "load_encoder",
     "load_mae",

@@ -119,7 +119,7 @@ class Adaptation(L.LightningModule):
 
     @property
     def start(self) -> str:
-        """The fingerprint of this run's initial weights, see `tracking.fingerprint`."""
+        """The fingerprint of this run's initial weights, see `weights.fingerprint`."""
         return self.tracker.start
 
     def configure_callbacks(self) -> list[L.Callback]:

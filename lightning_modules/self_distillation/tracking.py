@@ -1,6 +1,5 @@
-"""The distance of weights from their initial values, and a hash to recognise those by."""
+"""The distance of weights from their initial values."""
 
-import hashlib
 from collections.abc import Mapping
 
 import torch
@@ -45,17 +44,3 @@ def distance(weights: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> floa
             f"{', '.join(list(start)[:3])}, …; expected two state_dicts of one architecture"
         )
     return total**0.5
-
-
-@torch.no_grad()
-def fingerprint(weights: Mapping[str, Tensor]) -> str:
-    """SHA-256 of a state_dict: names, shapes, types and bits, in the order of the names.
-
-    It is stored in checkpoints, to recognise a run's initial weights when the run is resumed.
-    """
-    digest = hashlib.sha256()
-    for name, tensor in sorted(weights.items()):
-        tensor = gathered(tensor.detach()).cpu()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()

@@ -7,7 +7,8 @@ import lightning as L
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lightning_modules.self_distillation.tracking import distance, fingerprint
+from lightning_modules.self_distillation.tracking import distance
+from lightning_modules.weights import fingerprint
 
 
 class TrackDistance(L.Callback):
@@ -18,7 +19,7 @@ class TrackDistance(L.Callback):
     first run's (random ones, or a file that has changed), no distance is logged.
 
     Attributes:
-        start: fingerprint of all initial weights, see `tracking.fingerprint`.
+        start: fingerprint of all initial weights, see `weights.fingerprint`.
         origin: copies of the encoder's initial weights; empty outside of training.
         parameters: the encoder's parameters during training.
     """

@@ -28,7 +28,7 @@ from lightning_modules.vera.vera import (
     vectors_of,
     vera_of,
 )
-from lightning_modules.weights import gathered, mismatch, read_file, read_state_dict
+from lightning_modules.weights import fingerprint, gathered, mismatch, read_file, read_state_dict
 
 FORMAT = 1
 MANIFEST, TENSORS = "manifest.json", "adapter.safetensors"
@@ -271,23 +271,13 @@ def base_sha256(model: nn.Module) -> str:
             skipped |= {f"{name}.{vector}" for piece in layer.slices for vector in piece.names}
             if layer.kept is not None:
                 kept[f"{name}.weight"] = layer.kept
-    return sha256_of(
+    return fingerprint(
         {
             name: kept.get(name, parameter)
             for name, parameter in model.named_parameters()
             if name not in skipped and not inside(name, record.heads)
         }
     )
-
-
-def sha256_of(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names, shapes, types and bytes, in the order of the names."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        tensor = gathered(tensor.detach()).cpu()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _sha256_of_projections(model: nn.Module) -> list[str]:

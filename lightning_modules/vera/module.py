@@ -25,12 +25,16 @@ from lightning_modules.optim import (
     with_schedule,
 )
 from lightning_modules.tuning import Tuning, trainable, tune
-from lightning_modules.vera.adapter import sha256_of
 from lightning_modules.vera.method_args import ARGUMENTS, MethodArgs, complete, upgraded
 from lightning_modules.vera.scores import loss_of
 from lightning_modules.vera.targets import query_and_value
 from lightning_modules.vera.vera import add_vera
-from lightning_modules.weights import load_completely, load_weights, refuse_another_model
+from lightning_modules.weights import (
+    fingerprint,
+    load_completely,
+    load_weights,
+    refuse_another_model,
+)
 
 IGNORED = -100  # label of padding
 NOT_MERGED = "give weights of this architecture; merge those of a run with adapters first"
@@ -240,7 +244,7 @@ class FineTuning(L.LightningModule):
         """With `adapter_only`, replace the frozen parameters by their SHA-256."""
         if self.adapter_only:
             frozen = self._frozen()
-            checkpoint["base_sha256"] = sha256_of(frozen)
+            checkpoint["base_sha256"] = fingerprint(frozen)
             for name in frozen:
                 del checkpoint["state_dict"][name]
 
@@ -264,7 +268,7 @@ class FineTuning(L.LightningModule):
                 f"this checkpoint of an adapter alone does not hold the parameters that train here "
                 f"(such as {min(differing)}): give one that a run with these settings wrote"
             )
-        if checkpoint.get("base_sha256") not in (None, sha256_of(frozen)):
+        if checkpoint.get("base_sha256") not in (None, fingerprint(frozen)):
             raise ValueError(
                 f"this checkpoint of an adapter alone was trained on another base than "
                 f"{self.init_from or self.hparams['architecture']} is now: set model.init_from or "

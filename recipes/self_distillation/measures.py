@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from datamodules.images import ImageSet
-from lightning_modules.self_distillation import distance, fingerprint
+from lightning_modules.self_distillation import distance
 from lightning_modules.self_distillation.mae_checkpoint import to_timm
-from lightning_modules.weights import read_state_dict
+from lightning_modules.weights import fingerprint, read_state_dict
 from recipes.experiment import Measuring
 from recipes.records import Finished, type_of, write_whole
 from recipes.results import Row

@@ -1,4 +1,6 @@
-"""Weights of one image size start a model of another."""
+"""Weights are read into models of other image sizes, and known again by their fingerprints."""
+
+import copy
 
 import pytest
 import timm
@@ -6,7 +8,7 @@ import torch
 from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import nn
 
-from lightning_modules.weights import load_completely, load_weights, read_state_dict
+from lightning_modules.weights import fingerprint, load_completely, load_weights, read_state_dict
 
 SMALL = {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2, "num_classes": 3}
 
@@ -83,3 +85,28 @@ def test_files_that_are_no_weights(tmp_path):
     torch.save(vit(8), tmp_path / "module.pt")  # pickled code
     with pytest.raises(ValueError, match="nothing but plain types"):
         read_state_dict(tmp_path / "module.pt")
+
+
+def test_a_student_begins_where_the_original_does():
+    original = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).bfloat16()
+    student = copy.deepcopy(original)
+    assert fingerprint(student.state_dict()) == fingerprint(original.state_dict())
+    with torch.no_grad():
+        student[0].weight[0, 0] = torch.nextafter(
+            student[0].weight[0, 0], torch.tensor(9.0).bfloat16()
+        )
+    assert fingerprint(student.state_dict()) != fingerprint(original.state_dict())
+
+
+def test_a_fingerprint_knows_names_shapes_and_types():
+    values = torch.arange(4.0)
+    states = [
+        {"a": values},
+        {"b": values},
+        {"a": values.reshape(2, 2)},
+        {"a": values.view(torch.int32)},
+    ]
+    assert len({fingerprint(state) for state in states}) == 4
+    two = {"a": values, "b": values + 1}
+    assert fingerprint(two) == fingerprint(dict(reversed(two.items())))
+    assert fingerprint({"a": values.reshape(2, 2).T}) != fingerprint({"a": values.reshape(2, 2)})

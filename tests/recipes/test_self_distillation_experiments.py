@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 from transformers import BertConfig, BertModel, BertTokenizer
 
-from lightning_modules.self_distillation import Adaptation, Finetuning, fingerprint
-from lightning_modules.weights import read_state_dict
+from lightning_modules.self_distillation import Adaptation, Finetuning
+from lightning_modules.weights import fingerprint, read_state_dict
 from recipes import cli
 from recipes.claims import judge
 from recipes.experiment import Stage

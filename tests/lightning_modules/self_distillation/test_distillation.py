@@ -9,11 +9,11 @@ from torch import nn
 
 from lightning_modules.self_distillation import (
     distillation,
-    fingerprint,
     prediction_matching,
     token_prediction_matching,
     weight_matching,
 )
+from lightning_modules.weights import fingerprint
 
 
 def pair(*shape):

@@ -10,7 +10,6 @@ from transformers import ViTMAEConfig, ViTMAEForPreTraining
 
 from lightning_modules.self_distillation import (
     MaskedAutoencoder,
-    fingerprint,
     from_transformers,
     load_encoder,
     load_mae,
@@ -19,6 +18,7 @@ from lightning_modules.self_distillation import (
     to_transformers,
 )
 from lightning_modules.self_distillation.mae_checkpoint import to_original, to_timm, to_vitmae
+from lightning_modules.weights import fingerprint
 
 HEADS, DECODER_HEADS, EPS = 2, 3, 1e-6
 

@@ -14,14 +14,13 @@ from lightning_modules.self_distillation import (
     Adaptation,
     Finetuning,
     distance,
-    fingerprint,
     from_transformers,
     masked_autoencoding,
     r3f,
     supervised_contrastive,
 )
 from lightning_modules.self_distillation.adaptation_module import split
-from lightning_modules.weights import read_state_dict
+from lightning_modules.weights import fingerprint, read_state_dict
 
 VIT = {
     "architecture": "vit_tiny_patch16_224",

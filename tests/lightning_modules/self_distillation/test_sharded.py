@@ -19,7 +19,6 @@ from lightning_modules.self_distillation import (
     RecAdam,
     distance,
     distillation,
-    fingerprint,
     mae_decoder,
     mars_project,
     mars_start,
@@ -27,6 +26,7 @@ from lightning_modules.self_distillation import (
     masked_autoencoding,
     weight_matching,
 )
+from lightning_modules.weights import fingerprint
 
 
 @pytest.fixture
