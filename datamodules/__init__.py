@@ -5,7 +5,7 @@ import cpu_torchvision  # noqa: F401  (first: see its docstring)
 from datamodules.corpus import CorpusData
 from datamodules.cub import CUBData
 from datamodules.detection import DetectionData
-from datamodules.digits import DigitsData
+from datamodules.digits import DigitsData, PairedDigitsData
 from datamodules.domains import DomainData
 from datamodules.e2e import E2EData
 from datamodules.glue import GLUEData
@@ -35,6 +35,7 @@ __all__ = [
     "ImageFolderData",
     "ImageNetData",
     "InstructionData",
+    "PairedDigitsData",
     "ReviewData",
     "SegmentationData",
     "TextData",

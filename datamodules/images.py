@@ -75,7 +75,8 @@ class ImageSet(Dataset):
     Args:
         items: sources and labels.
         read: makes an RGB image of a source.
-        fixed: the part of the transform that is always the same, image to image.
+        fixed: the part of the transform that is always the same: image to tensor, or with `random`
+            image to image.
         random: the rest, image to tensor.
     """
 
@@ -83,19 +84,19 @@ class ImageSet(Dataset):
         self,
         items: Sequence[Item],
         read: Callable[[Any], Image.Image],
-        fixed: Callable[[Image.Image], Image.Image],
-        random: Callable[[Image.Image], Tensor],
+        fixed: Callable[[Image.Image], Any],
+        random: Callable[[Image.Image], Tensor] | None = None,
     ) -> None:
         self.items, self.read, self.fixed, self.random = items, read, fixed, random
-        self._kept: list[Image.Image] = []
+        self._kept: list[Image.Image | Tensor] = []
 
     def __len__(self) -> int:
         return len(self.items)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         source, label = self.items[index]
-        image = self._kept[index] if self._kept else self.fixed(self.read(source))
-        return self.random(image), label
+        image: Any = self._kept[index] if self._kept else self.fixed(self.read(source))
+        return image if self.random is None else self.random(image), label
 
     def keep(self) -> None:
         """Reads all images now and keeps them, as far as `fixed` brings them, in memory."""
@@ -130,7 +131,7 @@ class ImageData(PartsData):
         std: see `mean`.
         crop_pct: share of the resized image's side that the centre crop of evaluation keeps.
         repeats: repeated augmentation, see `SeededSampler`.
-        cache: keep decoded images in memory, resized unless "timm" crops them: for small sets.
+        cache: keep what comes before the random part of the transform in memory: for small sets.
         mixup: alpha of mixup; more than 0 makes training labels soft targets (B, num_classes).
         cutmix: alpha of cutmix; likewise. With both, each batch takes one of them at random.
         mixup_prob: probability that a batch is mixed at all.
@@ -271,12 +272,11 @@ class ImageData(PartsData):
             if (count := self.val_per_class) is not None:
                 val, _ = draw_per_class(rest, lambda n: min(n, count), self.seed)
                 self._drawn |= {"val"}
-        fixed, random = self.train_transform()
-        self._sets["train"] = ImageSet(train, self.read, fixed, random)
-        fixed, random = self.eval_transform()
-        self._sets["val"] = ImageSet(val, self.read, fixed, random)
+        self._sets["train"] = ImageSet(train, self.read, *self.train_transform())
+        transform = self.eval_transform()
+        self._sets["val"] = ImageSet(val, self.read, transform)
         self._sets["test"] = (
-            self._sets["val"] if test is val else ImageSet(test, self.read, fixed, random)
+            self._sets["val"] if test is val else ImageSet(test, self.read, transform)
         )
         self._class_names = names
 
@@ -292,9 +292,10 @@ class ImageData(PartsData):
                     reasons[str(source)] = str(error)
         return list(reasons.values())
 
-    # Transforms, each in two parts: see `ImageSet`.
+    # Transforms.
 
-    def train_transform(self) -> tuple[Callable, Callable]:
+    def train_transform(self) -> tuple[Callable, Callable | None]:
+        """The fixed and the random part, see `ImageSet`."""
         size = self.image_size
         if self.augmentation == "timm":
             return T.Compose([]), create_transform(
@@ -310,17 +311,18 @@ class ImageData(PartsData):
                 re_prob=self.random_erasing,
                 re_mode="pixel",
             )
-        random: list[Callable] = []
-        if self.augmentation == "light":
-            random = [T.RandomCrop(size, padding=size // 8), T.RandomHorizontalFlip(self.hflip)]
-        return self._resize(size), T.Compose([*random, *self._to_tensor()])
+        if self.augmentation == "none":
+            return T.Compose([*self._resize(size), *self._to_tensor()]), None
+        random = [T.RandomCrop(size, padding=size // 8), T.RandomHorizontalFlip(self.hflip)]
+        return T.Compose(self._resize(size)), T.Compose([*random, *self._to_tensor()])
 
-    def eval_transform(self) -> tuple[Callable, Callable]:
-        return self._resize(int(self.image_size / self.crop_pct)), T.Compose(self._to_tensor())
+    def eval_transform(self) -> Callable[[Image.Image], Tensor]:
+        side = int(self.image_size / self.crop_pct)
+        return T.Compose([*self._resize(side), *self._to_tensor()])
 
-    def _resize(self, side: int) -> Callable:
+    def _resize(self, side: int) -> list[Callable]:
         resize = T.Resize(side, T.InterpolationMode(self.interpolation))
-        return T.Compose([resize, T.CenterCrop(self.image_size)])
+        return [resize, T.CenterCrop(self.image_size)]
 
     def _to_tensor(self) -> list[Callable]:
         return [T.ToTensor(), T.Normalize(self.mean, self.std)]

@@ -1,9 +1,10 @@
 """scikit-learn's digits as a folder of pictures, to try the README's commands with.
 
-python examples/digits.py digits
+python examples/digits.py digits          ten classes, the digits
+python examples/digits.py numbers pairs   ten classes of numbers of two digits: those of `make demo`
 
-digits/train/<digit>/ holds 1,298 of them, digits/val/<digit>/ the others: what DigitsData trains on
-with seed 0, and what it holds out. digits/new/ has 20 of those that are held out.
+FOLDER/train/<class>/ holds pictures that DigitsData or PairedDigitsData trains on with seed 0, and
+FOLDER/val/<class>/ some that it holds out. FOLDER/new/ has 20 more of those that are held out.
 """
 
 import cpu_torchvision  # noqa: F401  (first: see its docstring)
@@ -11,15 +12,16 @@ import cpu_torchvision  # noqa: F401  (first: see its docstring)
 import sys
 from pathlib import Path
 
-from datamodules import DigitsData
+from datamodules import DigitsData, PairedDigitsData
 
 
-def main(folder: str, new: int = 2) -> None:
-    """Write the digits below the folder; `new` of each class without a folder of its class."""
-    data = DigitsData()
-    for part, digits in (("train", data.train_set), ("val", data.val_set)):
+def main(folder: str, kind: str = "digits", new: int = 2) -> None:
+    """Write pictures below the folder; `new` of each class without a folder of its class."""
+    pairs = kind == "pairs"
+    data = PairedDigitsData(train_pairs=1200, val_pairs=400) if pairs else DigitsData()
+    for part, images in (("train", data.train_set), ("val", data.val_set)):
         counts = [0] * data.num_classes
-        for source, label in digits.items:
+        for source, label in images.items:
             counts[label] += 1
             file = f"{data.class_names[label]}/{counts[label]}.png"
             place = Path(folder, part, file)
@@ -30,4 +32,4 @@ def main(folder: str, new: int = 2) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main(*sys.argv[1:3])

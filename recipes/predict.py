@@ -132,12 +132,12 @@ class Predictor:
         return predictions
 
     def _images(self, images: Sequence[str | Path | Image.Image]) -> list[Prediction]:
-        fixed, to_tensor = ImageData(**self.description["transform"]).eval_transform()
+        transform = ImageData(**self.description["transform"]).eval_transform()
         opened = [
             image.convert("RGB") if isinstance(image, Image.Image) else read_image(image)
             for image in images
         ]
-        tensors = torch.stack([to_tensor(fixed(image)) for image in opened]).to(self.device)
+        tensors = torch.stack([transform(image) for image in opened]).to(self.device)
         labels = torch.full((len(tensors),), IGNORED, device=self.device)
         return self._classes(self.module.predict_step((tensors, labels), 0))
 

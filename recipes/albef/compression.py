@@ -54,10 +54,26 @@ def declare(run: Run) -> None:
     grid = run.grid("compression_grid")
     rows = run.rows(TITLES, grid["rows"])
     for seed in run.seeds:
-        dense = run.stage("pretrain", "pretrain", seed)
-        for row in rows:
+        start: dict[str, Any] = {}
+        if grid["frozen_first"] or "frozen" in rows:
+            frozen = contrast_on_frozen_encoders(run, grid, seed)
+            if "frozen" in rows:
+                what = {"row": "frozen", "set": "retrieval"}
+                run.measure("score_retrieval_frozen", seed, measures.score, {"model": frozen}, what)
+            if grid["frozen_first"]:
+                start = {"model.init_from": frozen}
+        dense = run.stage("pretrain", "pretrain", seed, start)
+        for row in (row for row in rows if row != "frozen"):
             for ratio in ratios_of(grid, row):
                 fine_tuned(run, grid, seed, dense, row, ratio)
+
+
+def contrast_on_frozen_encoders(run: Run, grid: dict[str, Any], seed: int) -> Stage:
+    """Declare training of the contrastive heads on the encoders that pre-training starts from."""
+    weights = run.parsed("pretrain").model.init_args
+    sources = {"model.vision_from": weights.vision_from, "model.text_from": weights.text_from}
+    varied = {"model.tuning": "head", "model.k": 0, **sources}
+    return run.stage("retrieval_frozen", "retrieval", seed, varied, grid["frozen"])
 
 
 def ratios_of(grid: dict[str, Any], row: str) -> list[float | None]:
@@ -84,14 +100,6 @@ def fine_tuned(
         changes = {"model.ratio": ratio}
     elif row == "lora":
         changes, settings = {"model.tuning": "lora"}, grid["lora"]
-    elif row == "frozen":
-        weights = run.parsed("pretrain").model.init_args
-        sources = {"model.vision_from": weights.vision_from, "model.text_from": weights.text_from}
-        varied = {"model.tuning": "head", "model.k": 0, **sources}
-        stage = run.stage("retrieval_frozen", "retrieval", seed, varied, grid["frozen"])
-        what = {"row": row, "set": "retrieval"}
-        run.measure("score_retrieval_frozen", seed, measures.score, {"model": stage}, what)
-        return
     if row != "lora":
         what = {"row": label, "set": ZERO_SHOT, "ratio": changes.get("model.ratio")}
         run.measure(f"score_{label}", seed, measures.score, {"model": start}, what)

@@ -92,7 +92,7 @@ def retrieve(family: str, models: list[Submodel], data: ImageData) -> Iterator[R
 
 def documents(data: ImageData) -> DataLoader:
     """The training images in order, each once and as evaluation sees it."""
-    images = ImageSet(data.train_set.items, data.read, *data.eval_transform())
+    images = ImageSet(data.train_set.items, data.read, data.eval_transform())
     return build_loader(images, data.eval_batch_size, training=False, num_workers=data.num_workers)
 
 

@@ -220,7 +220,7 @@ def calibration_images(m: Measuring) -> Iterator[Tensor]:
     """Batches of evenly spread training images, transformed as for evaluation."""
     data = data_of(m)
     chosen = range(0, len(data.train_set), -(-len(data.train_set) // CALIBRATION))
-    images = ImageSet(data.train_set.items, data.read, *data.eval_transform())
+    images = ImageSet(data.train_set.items, data.read, data.eval_transform())
     batch = data.eval_batch_size or data.batch_size
     loader: DataLoader = build_loader(Subset(images, chosen), batch, training=False)
     return (images for images, _ in loader)

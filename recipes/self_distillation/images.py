@@ -91,8 +91,7 @@ PAPER: PaperTables = {
 USE = """
 from datamodules.images import read_image
 
-resize, to_tensor = data.eval_transform()
-image = to_tensor(resize(read_image("new.jpg")))
+image = data.eval_transform()(read_image("new.jpg"))
 print(data.class_names[model(image[None]).argmax()])
 """
 

@@ -100,7 +100,7 @@ def parts(data: Any, validation: bool) -> dict[str, DataLoader]:
     too, where there are such. `eval_limit` limits the training texts to the first so many.
     """
     if hasattr(data, "train_set"):
-        train = ImageSet(data.train_set.items, data.read, *data.eval_transform())
+        train = ImageSet(data.train_set.items, data.read, data.eval_transform())
         loaders = {"train": data.loader(train), "test": data.test_dataloader()}
     else:
         samples, test = data.samples("train"), data.samples("test")

@@ -16,7 +16,7 @@ from PIL import Image
 from timm.data.auto_augment import AugmentOp
 
 from datamodules.cub import CUBData
-from datamodules.digits import DigitsData
+from datamodules.digits import DigitsData, PairedDigitsData
 from datamodules.image_folders import ImageFolderData
 from datamodules.imagenet import SOLUTION, ImageNetData
 from datamodules.images import read_image
@@ -383,13 +383,20 @@ def test_two_ranks_count_each_image_once(folders, monkeypatch):
 
 
 def test_sets_can_be_sent_to_workers(folders, cub):
-    for data in (folder_data(folders), CUBData(root=str(cub)), DigitsData()):
+    for data in (folder_data(folders), CUBData(root=str(cub)), PairedDigitsData()):
         data.trainer = trainer()  # what a worker must not get
         assert len(pickle.loads(pickle.dumps(data.train_set))) == len(data.train_set)
 
 
 def test_the_command_line_knows_all_arguments():
-    for cls in (ImageFolderData, ImageNetData, CUBData, TorchvisionData, DigitsData):
+    for cls in (
+        ImageFolderData,
+        ImageNetData,
+        CUBData,
+        TorchvisionData,
+        DigitsData,
+        PairedDigitsData,
+    ):
         parser = ArgumentParser(exit_on_error=False)
         parser.add_class_arguments(cls, "data")
         given = ["--data.image_size=16", "--data.mean=[0,0,0]", "--data.classes=[1,0]"]
@@ -552,6 +559,39 @@ def test_digits():
     assert pixels.shape == (499, 3, 8, 8)
     assert (pixels.min(), pixels.max()) == (-1, 1)  # 0 to 16 fills the range
     assert len(pixels.unique()) == 17  # nothing was resized
+
+
+@pytest.mark.parametrize("augmentation", ["none", "light"])
+def test_the_cache_holds_all_that_is_the_same_each_time(augmentation):
+    kept, read = (DigitsData(augmentation=augmentation, cache=cache) for cache in (True, False))
+    for _ in range(2):  # the second pass comes from the cache
+        for (x, label), (y, truth) in zip(
+            kept.train_dataloader(), read.train_dataloader(), strict=True
+        ):
+            assert torch.equal(x, y) and torch.equal(label, truth)
+    assert isinstance(kept.train_set[0][0], torch.Tensor)
+    assert isinstance(kept.val_dataloader().dataset.dataset._kept[0], torch.Tensor)
+    kind = torch.Tensor if augmentation == "none" else Image.Image
+    assert isinstance(kept.train_set._kept[0], kind)
+
+
+def test_pairs_of_digits():
+    data = PairedDigitsData(train_pairs=4000, val_pairs=1000)
+    assert (data.num_classes, len(data.train_set), len(data.val_set)) == (10, 4000, 1000)
+    assert data.train_set[0][0].shape == (3, 16, 16)
+    digits, classes = DigitsData(), {}
+    for part in ("train", "val"):
+        known = {source.tobytes(): label for source, label in getattr(digits, f"{part}_set").items}
+        for pixels, label in getattr(data, f"{part}_set").items:
+            assert (pixels[::2] == pixels[1::2]).all()
+            number = tuple(known[half.tobytes()] for half in (pixels[::2, :8], pixels[::2, 8:]))
+            assert classes.setdefault(number, label) == label  # the same in both parts
+    assert sorted(classes.values()) == sorted([*range(10)] * 10)
+    fewer = PairedDigitsData(train_pairs=10, val_pairs=10)
+    for part in ("train_set", "val_set"):
+        both = zip(getattr(fewer, part).items, getattr(data, part).items, strict=False)
+        assert all(np.array_equal(one, other) for (one, _), (other, _) in both)
+    assert len(set(PairedDigitsData(seed=1).manifest("train")["members"])) > 12000
 
 
 def test_tiny_imagenet(recipes_data):

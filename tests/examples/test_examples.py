@@ -83,17 +83,25 @@ def test_digits_are_those_of_the_demo(tmp_path, monkeypatch):
         ["make", "-n", "--no-print-directory", "demo"], cwd=ROOT, capture_output=True, text=True
     ).stdout
     *_, trained, written, predicted, exported = shown.splitlines()
-    assert "examples/digits.py runs/digits" in written
+    assert written.split()[-3:] == ["examples/digits.py", "runs/numbers", "pairs"]
+    digits.main(str(tmp_path / "numbers"), "pairs")
+    pictures = list((tmp_path / "numbers" / "new").iterdir())
+    assert len(pictures) == 20
     (picture,) = [one for one in predicted.split() if one.endswith(".png")]
-    assert tmp_path / picture.removeprefix("runs/digits/") in files["new"]
+    shown_picture = tmp_path / picture.removeprefix("runs/")
+    assert shown_picture in pictures
     run = command_line(EXPERIMENT, trained.partition("matvit ")[2].split())
     EXPERIMENT.declare(run)
     checkpoint = run.out / "seed0" / "matvit" / LAST
     assert checkpoint.parents[1] in run.nodes
     assert str(checkpoint) in predicted.split() and str(checkpoint) in exported.split()
-    pixels = np.array(Image.open(tmp_path / picture.removeprefix("runs/digits/")))[..., 0]
-    held_out = run.datamodule("matvit").val_set.items
-    assert any(np.array_equal(pixels, source) and label == 7 for source, label in held_out)
+    data = run.datamodule("matvit")
+    for one in pictures:
+        pixels, label = np.array(Image.open(one))[..., 0], data.class_names.index(one.name[0])
+        assert any(
+            np.array_equal(pixels, source) and label == truth
+            for source, truth in data.val_set.items
+        ), one
 
 
 @pytest.mark.parametrize("example", ["own_images", "own_text", "digits"])

@@ -100,10 +100,10 @@ class TestImages:
         """The same logits as the trained module under the DataModule's own transform."""
         path = pictures / "new" / "deeper" / "green.png"
         data = ImageFolderData(root="", image_size=16, mean=(0.4, 0.4, 0.3))
-        fixed, to_tensor = data.eval_transform()
+        transform = data.eval_transform()
         module = MatViT.load_from_checkpoint(pictures / "run" / "last.ckpt").eval()
         with torch.no_grad():
-            logits = module(to_tensor(fixed(Image.open(path)))[None])[0]
+            logits = module(transform(Image.open(path))[None])[0]
         [prediction] = Predictor(pictures / "run" / "last.ckpt", device="cpu")([path])
         assert prediction.probability == pytest.approx(logits.softmax(0).max().item())
 
@@ -118,12 +118,10 @@ class TestImages:
         checkpoint = pictures / "run" / "last.ckpt"
         image = picture("red", 300)
         module = MatViT.load_from_checkpoint(checkpoint).eval()
-        fixed, to_tensor = ImageFolderData(
-            root="", image_size=16, mean=(0.4, 0.4, 0.3)
-        ).eval_transform()
+        transform = ImageFolderData(root="", image_size=16, mean=(0.4, 0.4, 0.3)).eval_transform()
         for name in ("S", "XL"):
             with torch.no_grad():
-                logits = extract(module.model, name)(to_tensor(fixed(image))[None])[0]
+                logits = extract(module.model, name)(transform(image)[None])[0]
             [prediction] = Predictor(checkpoint, granularity=name)([image])
             assert prediction.probability == pytest.approx(logits.softmax(0).max().item(), rel=1e-5)
 
@@ -212,10 +210,8 @@ class TestExport:
             assert (out / "load.py").is_file()
         predictor = Predictor(checkpoint, device="cpu", top_k=3, **options)
         [prediction] = predictor([picture("red", 7)])
-        fixed, to_tensor = ImageFolderData(
-            root="", image_size=16, mean=(0.4, 0.4, 0.3)
-        ).eval_transform()
-        np.save(tmp_path / "x.npy", to_tensor(fixed(picture("red", 7)))[None].numpy())
+        transform = ImageFolderData(root="", image_size=16, mean=(0.4, 0.4, 0.3)).eval_transform()
+        np.save(tmp_path / "x.npy", transform(picture("red", 7))[None].numpy())
         lines = (out / "README.md").read_text().split("```python\n")[1].split("```")[0]
         code = CLEAN.format(
             root=str(RECIPES.parent), cure=CURE, lines=lines,
