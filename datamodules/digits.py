@@ -73,7 +73,7 @@ class PairedDigitsData(DigitsData):
         self,
         image_size: int = 16,
         augmentation: Augmentation = "none",
-        train_pairs: int = 12800,
+        train_pairs: int = 25600,
         val_pairs: int = 2000,
         **kwargs: Any,
     ) -> None:
