@@ -85,10 +85,10 @@ class SaveConfig(SaveConfigCallback):
 class RecipeCLI(LightningCLI):
     """Lightning's command line, with what every recipe shares.
 
-    Added keys: `checkpoint` (Lightning's ModelCheckpoint; last.ckpt is always written, with
-    `monitor` the best one beside it) and `seeding` (reproducible noise, see SeedEveryStep).
-    `seed_everything` is the one seed of a run: the order of the data and the noise of the steps
-    follow it.
+    Added keys: `checkpoint` (Lightning's ModelCheckpoint; last.ckpt is always written, also after
+    epochs that are not validated, and with `monitor` the best one beside it) and `seeding`
+    (reproducible noise, see SeedEveryStep). `seed_everything` is the one seed of a run: the order
+    of the data and the noise of the steps follow it.
 
     Args:
         args: the command line.
@@ -132,9 +132,12 @@ class RecipeCLI(LightningCLI):
             raise ValueError(shortened(str(error))) from error
 
     def before_instantiate_classes(self) -> None:
-        """Fill in what the data take over from the model; warn where the two disagree."""
+        """Fill in what follows from other settings; warn where model and data disagree."""
         settings = self.config.get(self.subcommand, self.config)
         agree(settings)
+        checkpoint = settings.checkpoint
+        if checkpoint.monitor is None and checkpoint.save_on_train_epoch_end is None:
+            checkpoint.save_on_train_epoch_end = _sparsely_validated(settings) or None
         if said := other_normalisation(settings):
             rank_zero_warn(said)
         if settings.get("ckpt_path") and Path(settings.ckpt_path).is_file():
@@ -167,6 +170,8 @@ class RecipeCLI(LightningCLI):
             settings = self._get(self.config, "checkpoint").as_dict()
             changes = {"monitor": None, "filename": "last", "save_last": None, "save_top_k": 1}
             changes["enable_version_counter"] = False
+            if _sparsely_validated(self.config.get(self.subcommand, self.config)):
+                changes["save_on_train_epoch_end"] = True
             trainer.callbacks.append(ModelCheckpoint(**{**settings, **changes}))
         return trainer
 
@@ -176,6 +181,11 @@ class RecipeCLI(LightningCLI):
         Lightning would silently replace them with the checkpoint's hyperparameters; the modules
         compare the two instead and refuse another model's checkpoint.
         """
+
+
+def _sparsely_validated(settings: Namespace) -> bool:
+    """Whether Lightning, left alone, would save nothing after some epochs: those not validated."""
+    return (settings.trainer.check_val_every_n_epoch or 1) > 1
 
 
 def loggers(folder: str | None) -> list[Logger]:

@@ -183,17 +183,19 @@ def sanity(trainer: Any) -> float:
 
 def saves(checkpoint: Any, trainer: Any, epochs: float, updates: int) -> float:
     """How many checkpoints are written, if each is better than those before."""
-    each = (checkpoint.save_top_k != 0) + bool(checkpoint.save_last)
+    kept, last = checkpoint.save_top_k != 0, bool(checkpoint.save_last)
     every_epochs = checkpoint.every_n_epochs or 1
+    at_end, interval = checkpoint.save_on_train_epoch_end, trainer.check_val_every_n_epoch or 1
+    validated = epochs // math.lcm(every_epochs, interval)
     if every := checkpoint.every_n_train_steps:
         times: float = updates // every
     elif checkpoint.save_top_k == 0 and not checkpoint.monitor:
         times = 0  # Lightning writes last.ckpt beside another, or at the end
-    elif trainer.check_val_every_n_epoch in (None, 1) or checkpoint.save_on_train_epoch_end:
-        times = epochs // every_epochs
-    else:  # Lightning then writes them after validation
-        times = epochs // math.lcm(every_epochs, trainer.check_val_every_n_epoch)
-    return max(times * each, bool(checkpoint.save_last))
+    elif interval > 1 and at_end is None and checkpoint.monitor:
+        return validated * kept + epochs // every_epochs * last
+    else:  # False: after validation
+        times = validated if at_end is False else epochs // every_epochs
+    return max(times * (kept + last), last)
 
 
 def device_count(trainer: Any) -> int:

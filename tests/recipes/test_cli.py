@@ -7,13 +7,14 @@ import pytest
 import torch
 import yaml
 
+from lightning_modules.matformer import MatViT
 from recipes.cli import grid, layers, main, parse, presets
 
 MATFORMER = Path(__file__).resolve().parents[2] / "recipes" / "matformer"
 STAGE = ["-c", str(MATFORMER / "matvit.yaml")]
 BASE = STAGE[1]
 PLAIN = ["-c", str(MATFORMER.parent / "vera" / "text.yaml")]
-MODEL = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
+MODEL = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
 
 
 def run(subcommand, folder, *overrides):
@@ -91,6 +92,23 @@ def test_the_last_checkpoint_is_the_last_one_when_the_best_is_kept_too(tmp_path)
         for file in tmp_path.glob("*.ckpt")
     }
     assert steps == {"last.ckpt": 6, "epoch=0-step=2.ckpt": 2}
+
+
+@pytest.mark.parametrize("monitor", [[], ["--checkpoint.monitor=val/accuracy"]], ids=["", "best"])
+def test_epochs_without_validation_leave_a_checkpoint_too(tmp_path, monitor, monkeypatch):
+    """A run that is killed before its first validation loses one epoch, not all."""
+    monkeypatch.setattr(MatViT, "on_train_epoch_start", stopped_in_epoch_2, raising=False)
+    with pytest.raises(InterruptedError):
+        run(
+            *("fit", tmp_path, "--trainer.max_epochs=3", *monitor),
+            "--trainer.check_val_every_n_epoch=3",
+        )
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 4
+
+
+def stopped_in_epoch_2(module):
+    if module.current_epoch == 2:
+        raise InterruptedError
 
 
 def test_on_resume_the_yaml_has_the_last_word(fitted, tmp_path):

@@ -157,7 +157,7 @@ def test_a_fingerprint_is_of_the_settings_and_of_what_a_stage_starts_from():
     before = prints()
     assert prints("--trainer.devices=2", "--trainer.accelerator", "gpu") == before
     assert prints("--data.num_workers=3", "--out", "elsewhere", "--jobs", "2") == before
-    assert prints("--model.init_args.lr=0.25", "--data.batch_size=32")["first"] == before["first"]
+    assert prints("--model.init_args.lr=0.25", "--data.batch_size=128")["first"] == before["first"]
     changed = prints("--model.lr=0.125")
     assert all(changed[name] != before[name] for name in before)
 

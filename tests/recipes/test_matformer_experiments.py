@@ -35,7 +35,7 @@ EPOCHS = 4  # of a nested stage in the tiny runs; an independent model has a qua
 SHORT = [
     f"--trainer.max_epochs={EPOCHS}",
     "--trainer.check_val_every_n_epoch=1",
-    "--data.per_class=16",
+    "--data.per_class=64",
 ]
 
 
@@ -165,7 +165,7 @@ def check_updates(run):
         epochs = EPOCHS // 4 if plain or node.name == "joint" else EPOCHS
         assert settings.trainer.max_epochs == epochs, node.name
         classes = len(settings.data.init_args.classes or range(10))
-        batches = 16 * classes // settings.data.init_args.batch_size
+        batches = 64 * classes // settings.data.init_args.batch_size
         state = torch.load(node.folder / "checkpoints" / "last.ckpt", weights_only=True)
         assert state["global_step"] == batches * epochs, node.name
         assert read_record(node.folder)["finished"]

@@ -18,7 +18,7 @@ from recipes.stopwatch import Pieces, Stopwatch, batch_size, limited
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 MATVIT = str(RECIPES / "matformer" / "matvit.yaml")
-MODEL = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
+MODEL = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
 SMALL = [f"--model.model_args={json.dumps(MODEL)}", "--data.batch_size=64", "--data.classes=[3,5]"]
 
 
@@ -87,7 +87,7 @@ class TestAgainstARun:
         assert made.epochs == 3 and made.effective_batch == 128
         assert made.pieces.examples == len(run.datamodule.train_set)
         assert made.pieces.batches == run.trainer.num_training_batches
-        assert made.pieces.evaluations == len(run.datamodule.val_set) / 250
+        assert made.pieces.evaluations == len(run.datamodule.val_set) / 500
         parameters = list(run.model.parameters())
         assert made.pieces.parameters == (sum(p.numel() for p in parameters),) * 2
         states = run.trainer.optimizers[0].state.values()
@@ -125,7 +125,7 @@ class TestAgainstARun:
         made = plan(MATVIT, "tiny", settings)
         tokens, width = 5, 16
         block = tokens * width * (3 * width + width + 8 * width) + 2 * tokens**2 * width
-        assert made.pieces.macs == 4 * 3 * 16 * width + block + 2 * width
+        assert made.pieces.macs == 4 * 3 * 64 * width + block + 2 * width
 
 
 def test_the_pieces_are_what_they_were_made_to_take(tmp_path):
@@ -173,7 +173,7 @@ class TestTime:
             "training steps": 4 * 10 * 2.0,
             "around epochs": 4 * 0.25,
             "validation": 2 * (3 * 1.0 + 0.5),
-            "checkpoints": 2 * 2 * 0.125,
+            "checkpoints": 4 * 2 * 0.125,
         }
         twice = plan(MATVIT, "tiny", [*settings, "--trainer.devices=2"])
         assert twice.effective_batch == 128 and twice.updates == made.updates / 2
@@ -203,9 +203,13 @@ class TestTime:
             ({"save_top_k": 0, "every_n_train_steps": 3}, {}, 2),
             ({"every_n_epochs": 2}, {}, 2 * 2),
             ({"every_n_train_steps": 3}, {}, 2 * 2),
-            ({}, {"check_val_every_n_epoch": 2}, 2 * 2),
-            ({}, {"check_val_every_n_epoch": 5}, 1),
-            ({"every_n_epochs": 2}, {"check_val_every_n_epoch": 3}, 1),
+            ({"save_on_train_epoch_end": False}, {"check_val_every_n_epoch": 2}, 2 * 2),
+            ({"save_on_train_epoch_end": False}, {"check_val_every_n_epoch": 5}, 1),
+            (
+                {"save_on_train_epoch_end": False, "every_n_epochs": 2},
+                {"check_val_every_n_epoch": 3},
+                1,
+            ),
             ({"save_on_train_epoch_end": True}, {"check_val_every_n_epoch": 2}, 2 * 4),
         ],
     )
@@ -228,6 +232,14 @@ class TestTime:
         }  # fmt: skip
         assert saves(Namespace(**{**defaults, **settings}), trainer(**times), 4, 8) == count
 
+    def test_it_saves_after_epochs_without_validation_too(self):
+        """As `cli.RecipeCLI` has it; tests/recipes/test_cli.py counts the files."""
+        sparse = trainer(check_val_every_n_epoch=2)
+        usual = {"every_n_epochs": None, "every_n_train_steps": None}
+        usual |= {"save_top_k": 1, "save_last": True, "save_on_train_epoch_end": None}
+        assert saves(Namespace(**usual, monitor=None), sparse, 4, 8) == 2 * 4
+        assert saves(Namespace(**usual, monitor="loss"), sparse, 4, 8) == 2 + 4
+
     def test_devices(self):
         for devices, count in (("auto", 1), (4, 4), ("3", 3), ([0, 2], 2), ("0,1", 2)):
             assert device_count(trainer(devices=devices)) == count
@@ -237,7 +249,7 @@ class TestTime:
 def test_the_command_shows_it(capsys):
     main(["-c", MATVIT, "--preset", "tiny", *SMALL, "--trainer.max_epochs=1"])
     shown = capsys.readouterr().out
-    assert "data: DigitsData" in shown and "weights: random" in shown
+    assert "data: PairedDigitsData" in shown and "weights: random" in shown
     assert "updates" in shown and "time on this machine" in shown
 
 

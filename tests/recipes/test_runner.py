@@ -95,7 +95,7 @@ def test_everything_runs_once_and_ends_in_table_and_report(go, trainings):
     assert trainings.names == ["a", "b", "c"] * 2
     table = read(run.out)
     assert list(table.row) == ["a", "a", "b", "b"] * 2 and list(table.seed) == [0] * 4 + [1] * 4
-    assert list(table.value[:4]) == [1, 0.25, 2, 0.004] and set(table.stage) == {"look"}
+    assert list(table.value[:4]) == [1, 0.25, 2, 0.008] and set(table.stage) == {"look"}
     assert (run.out / "report.md").read_text() == "# Report\n\n8 numbers\n"
     last = run.out / "seed0" / "a" / "checkpoints" / "last.ckpt"
     assert (run.out / "seed0" / "look" / "seen.txt").read_text() == str({"start": str(last)})
@@ -184,7 +184,7 @@ def test_a_comment_or_a_device_restarts_nothing(go, trainings, tmp_path):
         stage.write_text(content)
         run_experiment(here, ["--out", str(tmp_path), *flags])
     assert len(trainings.calls) == 3
-    stage.write_text(text.replace("lr: 4.0e-3", "lr: 5.0e-3"))
+    stage.write_text(text.replace("lr: 8.0e-3", "lr: 9.0e-3"))
     run_experiment(here, ["--out", str(tmp_path)])
     assert len(trainings.calls) > 3
 
@@ -198,14 +198,14 @@ def test_a_file_edited_meanwhile_does_not_change_what_runs(trainings, tmp_path, 
 
     def train_and_edit(args, callbacks=()):
         contents.append(Path(args[2]).read_text())
-        stage.write_text(text.replace("lr: 4.0e-3", "lr: 5.0e-3"))
+        stage.write_text(text.replace("lr: 8.0e-3", "lr: 9.0e-3"))
         trainings(args)
 
     monkeypatch.setattr(work, "run_stage", train_and_edit)
     here = Experiment("n", str(stage.with_suffix(".py")), "matvit", "", chain, report)
     run = run_experiment(here, ["--out", str(tmp_path)])
     assert contents == [text] * 3
-    assert set(read(run.out).value[read(run.out).metric == "lr"]) == {0.25, 0.004}
+    assert set(read(run.out).value[read(run.out).metric == "lr"]) == {0.25, 0.008}
 
 
 def test_a_stage_whose_checkpoint_is_gone_is_trained_again(go, trainings):
@@ -328,6 +328,7 @@ def test_two_jobs_give_the_table_of_one(script, tmp_path, monkeypatch):
 
 def test_a_second_run_is_refused_and_a_killed_one_continues(script, tmp_path):
     flags = ("--jobs", "2", "--trainer.max_epochs=60", "--data.per_class=20")
+    flags += ("--data.batch_size=32",)
     first = script(*flags)
     folder = tmp_path / "runs/jobs/tiny"
     nested, plain = folder / "seed0/nested", folder / "seed0/plain"
@@ -365,7 +366,7 @@ def checkpoint_step(folder):
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install ray")
 def test_a_killed_run_on_ray_continues_to_the_table_of_one_job(script, tmp_path):
     """Two workers of a Ray on this machine; `PYTHONPATH` may say where Ray is."""
-    flags = ("--trainer.max_epochs=12", "--data.per_class=20")
+    flags = ("--trainer.max_epochs=12", "--data.per_class=20", "--data.batch_size=32")
     ray = ("--cluster", "local", "--jobs", "2", *flags)
     first = script(*ray)
     folder = tmp_path / "runs/jobs/tiny"
