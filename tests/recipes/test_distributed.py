@@ -56,6 +56,7 @@ def options(batch, noise=False):
         f"--model.model_args={json.dumps(MODEL | (NOISE if noise else {}))}",
         "--model.warmup_steps=2",
         "--model.weight_decay=1.0",  # so that an idle tail that moves is far off
+        *("--data=datamodules.DigitsData", "--data.image_size=8", "--data.augmentation=light"),
         f"--data.batch_size={batch}",
         f"--trainer.max_epochs={EPOCHS}",
         f"--trainer.check_val_every_n_epoch={EPOCHS}",

@@ -15,7 +15,7 @@ from recipes.runner import command_line
 from recipes.stopwatch import Pieces
 
 MATFORMER = Path(__file__).resolve().parents[2] / "recipes" / "matformer"
-MODEL = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
+MODEL = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
 SMALL = [f"--model.model_args={json.dumps(MODEL)}", "--data.classes=[3,5]"]
 
 

@@ -44,6 +44,7 @@ def fit(folder, *overrides, kill_at=None):
     options = [
         f"--model.model_args={json.dumps(MODEL)}",
         "--model.warmup_steps=4",
+        *("--data=datamodules.DigitsData", "--data.image_size=8", "--data.augmentation=light"),
         "--data.batch_size=256",
         f"--trainer.max_epochs={EPOCHS}",
         "--trainer.check_val_every_n_epoch=1",
