@@ -6,7 +6,7 @@ import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from datamodules.images import Augmentation, ImageData, Item, Splits, draw_per_class
+from datamodules.images import Augmentation, ImageData, Item, Splits
 
 
 class DigitsData(ImageData):
@@ -81,13 +81,12 @@ class PairedDigitsData(DigitsData):
         self.train_pairs, self.val_pairs = train_pairs, val_pairs
 
     def load(self) -> Splits:
-        _, digits, *_ = super().load()
-        val, train = draw_per_class(digits, lambda n: round(n * self.val_fraction), self.seed)
+        digits = DigitsData(seed=self.seed, val_fraction=self.val_fraction)
         self._drawn |= {"train", "val", "test"}
         return Splits(
             list("ABCDEFGHIJ"),
-            paired(train, self.train_pairs, self.seed),
-            paired(val, self.val_pairs, self.seed),
+            paired(digits.train_set.items, self.train_pairs, self.seed),
+            paired(digits.val_set.items, self.val_pairs, self.seed),
         )
 
 

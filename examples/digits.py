@@ -9,13 +9,13 @@ FOLDER/val/<class>/ some that it holds out. FOLDER/new/ has 20 more of those tha
 
 import cpu_torchvision  # noqa: F401  (first: see its docstring)
 
-import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 from datamodules import DigitsData, PairedDigitsData
 
 
-def main(folder: str, kind: str = "digits", new: int = 2) -> None:
+def main(folder: str, kind: str, new: int = 2) -> None:
     """Write pictures below the folder; `new` of each class without a folder of its class."""
     pairs = kind == "pairs"
     data = PairedDigitsData(train_pairs=1200, val_pairs=400) if pairs else DigitsData()
@@ -32,4 +32,7 @@ def main(folder: str, kind: str = "digits", new: int = 2) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    parser = ArgumentParser(description="scikit-learn's digits as a folder of pictures")
+    parser.add_argument("folder")
+    parser.add_argument("kind", nargs="?", choices=["digits", "pairs"], default="digits")
+    main(**vars(parser.parse_args()))

@@ -135,9 +135,8 @@ class RecipeCLI(LightningCLI):
         """Fill in what follows from other settings; warn where model and data disagree."""
         settings = self.config.get(self.subcommand, self.config)
         agree(settings)
-        checkpoint = settings.checkpoint
-        if checkpoint.monitor is None and checkpoint.save_on_train_epoch_end is None:
-            checkpoint.save_on_train_epoch_end = _sparsely_validated(settings) or None
+        if settings.checkpoint.monitor is None:
+            settings.checkpoint.save_on_train_epoch_end = _saved_at_epoch_end(settings)
         if said := other_normalisation(settings):
             rank_zero_warn(said)
         if settings.get("ckpt_path") and Path(settings.ckpt_path).is_file():
@@ -167,12 +166,12 @@ class RecipeCLI(LightningCLI):
         checkpoint = trainer.checkpoint_callback
         if checkpoint is not None and checkpoint.monitor is not None and checkpoint.save_last:
             checkpoint.save_last = False
-            settings = self._get(self.config, "checkpoint").as_dict()
+            settings = self.config.get(self.subcommand, self.config)
             changes = {"monitor": None, "filename": "last", "save_last": None, "save_top_k": 1}
             changes["enable_version_counter"] = False
-            if _sparsely_validated(self.config.get(self.subcommand, self.config)):
-                changes["save_on_train_epoch_end"] = True
-            trainer.callbacks.append(ModelCheckpoint(**{**settings, **changes}))
+            changes["save_on_train_epoch_end"] = _saved_at_epoch_end(settings)
+            copy = ModelCheckpoint(**{**settings.checkpoint.as_dict(), **changes})
+            trainer.callbacks.append(copy)
         return trainer
 
     def _parse_ckpt_path(self) -> None:
@@ -183,9 +182,15 @@ class RecipeCLI(LightningCLI):
         """
 
 
-def _sparsely_validated(settings: Namespace) -> bool:
-    """Whether Lightning, left alone, would save nothing after some epochs: those not validated."""
-    return (settings.trainer.check_val_every_n_epoch or 1) > 1
+def _saved_at_epoch_end(settings: Namespace) -> bool | None:
+    """ModelCheckpoint's save_on_train_epoch_end for last.ckpt; None leaves it to Lightning.
+
+    Lightning, left alone, saves nothing after an epoch that is not validated.
+    """
+    chosen = settings.checkpoint.save_on_train_epoch_end
+    if chosen is None and (settings.trainer.check_val_every_n_epoch or 1) > 1:
+        return True
+    return chosen
 
 
 def loggers(folder: str | None) -> list[Logger]:

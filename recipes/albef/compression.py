@@ -63,7 +63,7 @@ def declare(run: Run) -> None:
             if grid["frozen_first"]:
                 start = {"model.init_from": frozen}
         dense = run.stage("pretrain", "pretrain", seed, start)
-        for row in (row for row in rows if row != "frozen"):
+        for row in (one for one in rows if one != "frozen"):
             for ratio in ratios_of(grid, row):
                 fine_tuned(run, grid, seed, dense, row, ratio)
 

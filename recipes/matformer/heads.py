@@ -4,7 +4,7 @@ A MatViT whose granularities use the first 1/4, 1/2, 3/4 and all heads of every 
 the MatViT with nested feed-forward networks of recipes.matformer.matvit, which is trained unless it
 is there.
 
-    python -m recipes.matformer.heads --jobs 2                   digits, a minute or two on a CPU
+    python -m recipes.matformer.heads --jobs 2                   handwritten numbers, on a CPU
     python -m recipes.matformer.heads --preset small --seeds 3   tiny-imagenet of $RECIPES_DATA
     python -m recipes.matformer.heads --preset paper --data.root /data/imagenet
 """

@@ -4,7 +4,7 @@ In the paper, drawing XL more often improves XL at the cost of S, and the other 
 of equal probabilities is the MatViT of recipes.matformer.matvit, which is trained unless it is
 there.
 
-    python -m recipes.matformer.probabilities --jobs 2           digits, minutes on a CPU
+    python -m recipes.matformer.probabilities --jobs 2           handwritten numbers, on a CPU
     python -m recipes.matformer.probabilities --preset small     tiny-imagenet of $RECIPES_DATA
     python -m recipes.matformer.probabilities --preset paper --data.root /data/imagenet
 """

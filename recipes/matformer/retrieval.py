@@ -5,7 +5,7 @@ whose nearest document has their class (1-NN accuracy on the feature vector). In
 (Section 4.2.2, Fig. 5) XL encodes the documents; in traditional retrieval (Table 8) the query's own
 encoder does. The models are those of recipes.matformer.matvit, trained unless they are there.
 
-    python -m recipes.matformer.retrieval --jobs 2                   digits, minutes on a CPU
+    python -m recipes.matformer.retrieval --jobs 2                   handwritten numbers, on a CPU
     python -m recipes.matformer.retrieval --preset small --seeds 3   tiny-imagenet of $RECIPES_DATA
     python -m recipes.matformer.retrieval --preset paper --data.root /data/imagenet
 """
