@@ -19,6 +19,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
 from recipes.messages import sentence
 
 Say = Callable[[str], None]  # is given a few words on a task's progress
@@ -66,6 +68,8 @@ class InProcess:
         future: Future[Any] = Future()
         try:
             future.set_result(task.function(task.argument, say))
+        except SIGTERMException:
+            raise  # the process is to end, not to go on with other tasks
         except (Exception, SystemExit) as error:
             if os.environ.get("RECIPES_TRACEBACK"):
                 raise

@@ -2,11 +2,12 @@
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 WRONG_SIZE = "doesn't match model"  # timm's assertion about an image
 
@@ -18,13 +19,16 @@ class ExperimentFailed(RuntimeError):
 def console(run: Callable[[], Any], resume: str = "the same command continues") -> None:
     """Run a command; print an error about its input in one line instead of a traceback.
 
-    `resume` is printed after Ctrl-C.
+    `resume` is printed after Ctrl-C and SIGTERM.
     The environment variable RECIPES_TRACEBACK=1 brings the traceback back.
     """
     try:
         run()
     except KeyboardInterrupt:
         sys.exit(f"interrupted: {resume}")
+    except SIGTERMException:  # whose own exit code is 0, as if all were done
+        print(f"ended by SIGTERM: {resume}", file=sys.stderr)
+        sys.exit(128 + signal.SIGTERM)
     except Exception as error:
         reason = sentence(error)
         if reason is None or os.environ.get("RECIPES_TRACEBACK"):

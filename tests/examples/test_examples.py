@@ -74,7 +74,7 @@ def test_digits_are_those_of_the_demo(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     import digits
 
-    digits.main(str(tmp_path))
+    digits.main(str(tmp_path), "digits")
     files = {part: list((tmp_path / part).rglob("*.png")) for part in ("train", "val", "new")}
     assert {part: len(paths) for part, paths in files.items()} == {
         "train": 1298, "val": 479, "new": 20,

@@ -14,7 +14,9 @@ from lightning_modules.pela import factorize, plan_of
 from recipes import predict
 from recipes.albef import compression, use
 from recipes.cli import parse, presets
+from recipes.experiment import Stage
 from recipes.results import read
+from recipes.runner import command_line
 
 PICTURES = {"train": 96, "val": 20, "test": 20, "size": 48}
 FLAGS = [
@@ -36,6 +38,16 @@ FLAGS = [
 def run(tmp_path_factory):
     out = tmp_path_factory.mktemp("runs")
     return compression.main(["--out", str(out), "--rows", "direct,pela", *FLAGS])
+
+
+@pytest.mark.parametrize("preset", ["tiny", "small", "paper"])
+def test_where_pre_training_starts(preset):
+    """The row `frozen` runs at every preset; at `small` pre-training goes on from it."""
+    run = command_line(compression.EXPERIMENT, ["--preset", preset, "--rows", "frozen,dense"])
+    compression.declare(run)
+    stages = {node.name: node for node in run.nodes.values() if isinstance(node, Stage)}
+    start = stages["pretrain"].varied.get("model.init_from")
+    assert start is (stages["retrieval_frozen"] if preset == "small" else None)
 
 
 def test_every_part_has_its_scores(run):

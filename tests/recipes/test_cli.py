@@ -106,6 +106,16 @@ def test_epochs_without_validation_leave_a_checkpoint_too(tmp_path, monitor, mon
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 4
 
 
+def test_a_chosen_time_of_saving_holds_for_the_last_checkpoint_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(MatViT, "on_train_epoch_start", stopped_in_epoch_2, raising=False)
+    with pytest.raises(InterruptedError):
+        run(
+            *("fit", tmp_path, "--trainer.max_epochs=3", "--trainer.check_val_every_n_epoch=3"),
+            *("--checkpoint.monitor=val/accuracy", "--checkpoint.save_on_train_epoch_end=false"),
+        )
+    assert not list(tmp_path.glob("*.ckpt"))  # nothing had been validated
+
+
 def stopped_in_epoch_2(module):
     if module.current_epoch == 2:
         raise InterruptedError

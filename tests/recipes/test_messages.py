@@ -1,7 +1,10 @@
 """What is said of bad input, and after Ctrl-C."""
 
+import os
 import runpy
+import signal
 import sys
+from pathlib import Path
 
 import lightning as L
 import pytest
@@ -11,6 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from recipes import cli
 from recipes.messages import console
+
+MATVIT = Path(cli.__file__).parent / "matformer" / "matvit.yaml"
 
 
 def test_bad_input_is_one_line_on_the_console(capsys, monkeypatch):
@@ -25,6 +30,20 @@ def test_bad_input_is_one_line_on_the_console(capsys, monkeypatch):
     monkeypatch.setenv("RECIPES_TRACEBACK", "1")
     with pytest.raises(FileNotFoundError):
         console(fail)
+
+
+class Terminated(L.Callback):
+    def on_train_batch_end(self, *args):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_sigterm_is_no_success(tmp_path, capsys):
+    """A scheduler that ends a training early must not take it for finished."""
+    stage = ["fit", "-c", str(MATVIT), "--preset", "tiny", f"--trainer.default_root_dir={tmp_path}"]
+    with pytest.raises(SystemExit) as stop:
+        console(lambda: cli.main([*stage, "--data.train_pairs=256"], [Terminated()]))
+    assert stop.value.code == 143
+    assert "ended by SIGTERM: the same command continues" in capsys.readouterr().err
 
 
 class Broken(Dataset):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from recipes import experiment_plan, work
 from recipes.experiment import Experiment
@@ -129,6 +130,14 @@ def test_a_killed_stage_continues_from_its_last_checkpoint(go, trainings, fails)
     last = run.out / "seed0" / "a" / "checkpoints" / "last.ckpt"
     assert f"--ckpt_path={last}" in trainings.calls[count]
     assert len(read_history(run.out / "seed0" / "a")["loss"]) == 2
+
+
+def test_sigterm_ends_the_experiment_and_starts_nothing_else(go, trainings):
+    """Lightning ends the stage only, by an exception of its own."""
+    trainings.fails = SIGTERMException()
+    with pytest.raises(SIGTERMException):
+        go()
+    assert trainings.names == ["a"]
 
 
 def test_a_killed_stage_that_kept_its_weights_only_starts_again(go, trainings):
