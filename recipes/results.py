@@ -16,7 +16,7 @@ is a function of that table, so that it can be written again without training:
     ])
     scatter(table, out / "glue.png", "score", {"tuned": "tuned parameters"}, panel="set",
             titles=rows, baselines=["head"], log=True, scale=100, ylabel="score, %")  # plots.py
-    write_report(out, ["# GLUE", provenance(command, table), glue.markdown(), "![](glue.png)"])
+    write_report(out, ["# GLUE", provenance(run, table), glue.markdown(), "![](glue.png)"])
     paired(table, "score", "lora", mean_over="set")  # a DataFrame: row, mean, low, high, sd, n
 
 The difference between two rows is taken seed by seed and comes with the 95 % interval of Student's
@@ -25,16 +25,12 @@ t, since seeds are few and what they share (data, first weights) cancels.
 
 import math
 import os
-import platform
-import subprocess
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 from scipy import stats
 
 KEY = ["experiment", "preset", "seed", "set", "row", "metric", "x"]  # each number has one line
@@ -259,49 +255,3 @@ def write_report(out: Path, paragraphs: Sequence[str]) -> Path:
     report.write_text("\n\n".join(one for one in paragraphs if one) + "\n")
     print(f"report: {report}")
     return report
-
-
-def provenance(command: str, table: pd.DataFrame) -> str:
-    """What a report's numbers come from: command, seeds, device, software, date, git commit.
-
-    Preset tiny adds that it is a smoke test.
-    """
-    seeds = table["seed"].nunique()
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
-    line = (
-        f"`{command}` · {seeds} seed{'s' if seeds != 1 else ''} · {device} · "
-        f"torch {torch.__version__} · {time.strftime('%Y-%m-%d')} · {git_commit()}"
-    )
-    if set(table["preset"]) == {"tiny"}:
-        line = (
-            "**A smoke test**: preset `tiny` shows that every stage runs; its models are too small "
-            f"and its trainings too short to say anything about the paper.\n\n{line}"
-        )
-    return line
-
-
-def git_commit() -> str:
-    """The commit of this code, "commit 1a2b3c4 with changes" if files differ from it."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    try:
-        commit, changes = (
-            subprocess.run([*git, *command], capture_output=True, text=True, check=True).stdout
-            for command in (
-                ["rev-parse", "--short", "HEAD"],
-                ["status", "--porcelain", "--untracked-files=no"],
-            )
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "no git commit"
-    return f"commit {commit.strip()}" + " with changes" * bool(changes.strip())
-
-
-def _processor() -> str:
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.split(":", 1)[1].strip()
-                break
-    return f"{name}, {os.cpu_count()} cores"

@@ -20,6 +20,7 @@ from recipes import results
 from recipes.cli import main as run_stage
 from recipes.executors import Say
 from recipes.nodes import Measuring
+from recipes.provenance import origin
 from recipes.records import ROWS, Finished, read_record, write_record
 
 
@@ -111,16 +112,21 @@ def measure(look: Look, say: Say) -> None:
 
 @contextlib.contextmanager
 def timed(folder: Path) -> Iterator[None]:
-    """Add the time of this sitting to a node's record, and mark the node finished at the end."""
+    """Add this sitting to a node's record: its time, and where and with what it was made.
+
+    The node is marked as finished at the end.
+    """
     start = time.monotonic()
-    ended = False
+    ended, here = False, origin()
     try:
         yield
         ended = True
     finally:
         record = read_record(folder)
         seconds = record["seconds"] + time.monotonic() - start
-        write_record(folder, {**record, "seconds": seconds, "finished": ended})
+        made = record.get("made", [])
+        made += [here] * (here not in made)
+        write_record(folder, {**record, "seconds": seconds, "finished": ended, "made": made})
 
 
 def continues(checkpoint: Path) -> bool:

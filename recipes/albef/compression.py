@@ -26,7 +26,8 @@ from recipes.albef import measures
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Run, Stage
 from recipes.messages import console
-from recipes.results import provenance, select
+from recipes.provenance import provenance
+from recipes.results import select
 from recipes.runner import run_experiment
 from recipes.tables import Column, tabulate
 
@@ -122,7 +123,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
                 titles[f"{row}_k{ratio:g}"] = f"{title}, κ {ratio:g}"
     text = [
         f"# ALBEF compressed by PELA, preset {run.preset}",
-        provenance(run.command, table),
+        provenance(run, table),
         losses(run),
     ]
     percent: dict[str, Any] = {"scale": 100}

@@ -33,7 +33,8 @@ from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
 from recipes.plots import curves
-from recipes.results import Row, by_seed, provenance
+from recipes.provenance import provenance
+from recipes.results import Row, by_seed
 from recipes.runner import run_experiment
 from recipes.tables import Table, summary
 
@@ -134,7 +135,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     )  # fmt: skip
     return [
         f"# The number of tunable parameters, preset {run.preset}",
-        provenance(run.command, table),
+        provenance(run, table),
         "Log₁₀ of the smallest count of the sweep from which on the score stays above guessing "
         "(low) and level with full fine-tuning (high), allowing for the sampling error of the test "
         "part; mean ± standard deviation over the seeds that reach it; in brackets how many do.",

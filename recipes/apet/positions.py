@@ -34,8 +34,9 @@ from recipes.apet.cells import (
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
+from recipes.provenance import provenance
 from recipes.records import type_of
-from recipes.results import Row, provenance
+from recipes.results import Row
 from recipes.runner import run_experiment
 from recipes.tables import Column, tabulate
 
@@ -137,7 +138,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     )  # fmt: skip
     return [
         f"# Positions of the tunable parameters, preset {run.preset}",
-        provenance(run.command, table),
+        provenance(run, table),
         f"Score of {settings['draws']} draws of positions with as many parameters as each method "
         "has: mean, and standard deviation between the draws, in points.",
         tabulate(

@@ -30,7 +30,8 @@ from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
 from recipes.plots import scatter
-from recipes.results import Row, provenance
+from recipes.provenance import provenance
+from recipes.results import Row
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
 
@@ -99,7 +100,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         deviation.append(Column("masked-LM loss", "pretraining", digits=2, spread=""))
     parts = [
         f"# Tuning methods and scale, preset {run.preset}",
-        provenance(run.command, table),
+        provenance(run, table),
         "**Standard deviation between Prompt, BitFit, LoRA and Adapter**, in points. The column "
         f"`− {models[0]}` is the difference to the smallest model, paired by seed, with its 95 % "
         "interval.",

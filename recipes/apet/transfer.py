@@ -18,8 +18,9 @@ from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
 from recipes.methods import best_of, scores_on_test
+from recipes.provenance import provenance
 from recipes.records import Finished
-from recipes.results import Row, provenance
+from recipes.results import Row
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
 
@@ -74,7 +75,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     tasks, model = chosen(run, "tasks", settings["tasks"]), settings["model"]
     parts = [
         f"# Tuned on one task, used on another, preset {run.preset}",
-        provenance(run.command, table),
+        provenance(run, table),
         f"Accuracy in % of {model}, mean ± standard deviation over seeds; rows are source tasks, "
         "columns targets.",
     ]

@@ -36,7 +36,8 @@ from recipes.matformer.language import load, plain, rows_of, score, sizes, submo
 from recipes.matformer.submodels import ladder
 from recipes.messages import console
 from recipes.nodes import device
-from recipes.results import Row, provenance, select
+from recipes.provenance import provenance
+from recipes.results import Row, select
 from recipes.runner import run_experiment
 from recipes.tables import Column, tabulate
 
@@ -244,7 +245,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     largest_first = list(cost.sort_values(ascending=False).index)
     return [
         f"# A decoder made elastic, preset {run.preset}",
-        provenance(run.command, table),
+        provenance(run, table),
         "Perplexity of every token of the validation text, in disjoint windows. All rows saw the "
         "same number of tokens. Labels with `*` are Mix'n'Match sizes. Widths by layer with their "
         "scores are in slices.json of each row's folder; S, M, L, XL and a Mix'n'Match size stand "

@@ -20,7 +20,7 @@ from recipes.experiment import Experiment, Run
 from recipes.matformer import matvit
 from recipes.messages import console
 from recipes.plots import scatter
-from recipes.results import provenance
+from recipes.provenance import provenance
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
 
@@ -81,7 +81,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     sizes = tabulate(table, list(GRANULARITIES), matvit.size_costs(next(iter(titles))), index="set")
     return [
         f"# Pre-training and fine-tuning, plain or nested (Table 7), preset {run.preset}",
-        provenance(run.command, table),
+        provenance(run, table),
         "Validation accuracy in % after fine-tuning, mean ± standard deviation over seeds, beside "
         "the paper's (L/16, ImageNet-21K → ImageNet-1K, 131M / 156M / 206M / 306M). The scale "
         "differs unless the preset is `paper`: compare how rows and sizes stand to each other, not "

@@ -16,7 +16,7 @@ from recipes.experiment import Experiment, Run
 from recipes.matformer import matvit
 from recipes.messages import console
 from recipes.plots import scatter
-from recipes.results import provenance
+from recipes.provenance import provenance
 from recipes.runner import run_experiment
 from recipes.tables import Column, tabulate
 
@@ -54,7 +54,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
             joined=list(PARTS), scale=100, ylabel="validation accuracy, %")  # fmt: skip
     return [
         f"# Nested attention heads, preset {run.preset}",
-        provenance(run.command, table),
+        provenance(run, table),
         "Validation accuracy in %, mean ± standard deviation over seeds; parameters and "
         "multiply-adds without the classifier. S, M, L, XL are 1/8, 1/4, 1/2 and all of the hidden "
         "neurons, or 1/4, 1/2, 3/4 and all of the heads. The plot shows the Mix'n'Match sizes "

@@ -30,7 +30,8 @@ from recipes.matformer.matlm_measures import (
 )
 from recipes.matformer.scaling import fit_report
 from recipes.messages import console
-from recipes.results import provenance, select
+from recipes.provenance import provenance
+from recipes.results import select
 from recipes.runner import run_experiment
 from recipes.tables import Column, tabulate
 
@@ -277,7 +278,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     main = main[~main["set"].str.contains(" d")]
     paragraphs = [
         f"# MatLM, preset {run.preset}",
-        provenance(run.command, table),
+        provenance(run, table),
         "Validation loss in nats a token, every token of the text scored once. Labels with `*` are "
         "Mix'n'Match sizes: `M*3+L*3` is three layers of M, then three of L. Nested trainings saw "
         "4X tokens, each independent model X; the joint training makes a quarter of the updates "

@@ -31,7 +31,8 @@ from recipes.matformer.submodels import halves, ladder, load, rows_of, score, su
 from recipes.messages import console
 from recipes.nodes import Node, Stage
 from recipes.plots import scatter
-from recipes.results import Row, provenance, select, unique
+from recipes.provenance import provenance
+from recipes.results import Row, select, unique
 from recipes.runner import run_experiment
 from recipes.tables import Column, tabulate
 
@@ -250,7 +251,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     divergence = compared(methods, "kl", scale=1, digits=3)
     text = [
         f"# MatViT, preset {run.preset}",
-        provenance(run.command, table),
+        provenance(run, table),
         "Validation accuracy in %, mean ± standard deviation over seeds; parameters and "
         "multiply-adds without the classifier. Labels with `*` are Mix'n'Match sizes: `M*3+L*3` "
         "is three layers of M, then three of L. Each independent model trained for X epochs; "

@@ -20,7 +20,8 @@ from recipes.matformer import matvit
 from recipes.messages import console
 from recipes.nodes import Stage
 from recipes.plots import plt, save_plot
-from recipes.results import by_seed, provenance
+from recipes.provenance import provenance
+from recipes.results import by_seed
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
 
@@ -87,7 +88,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     )
     text = [
         f"# Sampling probabilities (Table 6), preset {run.preset}",
-        provenance(run.command, table),
+        provenance(run, table),
         "Validation accuracy in %, mean ± standard deviation over seeds:",
         accuracy.markdown(),
         "Validation loss in nats, beside the paper's validation log-perplexity of an 850M language "

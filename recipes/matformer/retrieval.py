@@ -25,7 +25,8 @@ from recipes.matformer import matvit
 from recipes.matformer.submodels import Submodel, encode, ladder, load, submodel
 from recipes.messages import console
 from recipes.plots import scatter
-from recipes.results import Row, by_seed, provenance
+from recipes.provenance import provenance
+from recipes.results import Row, by_seed
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
 
@@ -130,7 +131,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     paper = Table(["", *GRANULARITIES], [[name, *values] for name, values in TABLE_8.items()])
     return [
         f"# Retrieval with elastic query encoders, preset {run.preset}",
-        provenance(run.command, table),
+        provenance(run, table),
         "1-NN accuracy in %, mean ± standard deviation over seeds, by cosine of the feature "
         "vectors; documents are the training images without augmentation, queries the validation "
         "images. Adaptive: XL encodes the documents. Traditional: the query's encoder does. "

@@ -11,7 +11,8 @@ import pandas as pd
 from lightning_modules.counting import count_macs, count_parameters
 from recipes.experiment import Experiment, Run
 from recipes.nodes import Measuring
-from recipes.results import Row, provenance
+from recipes.provenance import provenance
+from recipes.results import Row
 from recipes.tables import Column, tabulate
 
 TITLES = {
@@ -142,7 +143,7 @@ def report(task: Task, table: pd.DataFrame, run: Run) -> list[str]:
     )
     return [
         f"# {task.title} on dense and low-rank backbones, preset {run.preset}",
-        provenance(run.command, table),
+        provenance(run, table),
         "Scores in %, mean ± standard deviation over seeds, on the validation images; the "
         "difference to the dense backbone seed by seed, with its 95 % interval. Parameters and "
         "multiply-adds (of one image) are those of the whole model, heads included. Seconds are "

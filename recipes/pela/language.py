@@ -34,7 +34,8 @@ from recipes.matformer.language import plain, score
 from recipes.messages import console
 from recipes.nodes import device
 from recipes.plots import curves
-from recipes.results import Row, by_seed, provenance, unique
+from recipes.provenance import provenance
+from recipes.results import Row, by_seed, unique
 from recipes.runner import run_experiment
 from recipes.tables import Column, summary, tabulate
 
@@ -258,7 +259,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     )
     return [
         f"# A decoder at low rank without training, preset {run.preset}",
-        provenance(run.command, table),
+        provenance(run, table),
         f"{name}{note}: {size.mean():,.0f} parameters, {summary(loss, digits=3)} nats a token, "
         f"perplexity {summary(dense, spread='range')}. Each seed calibrates on its own "
         f"{grid['calibration_windows']} windows of {grid['data']['length']} tokens (or on as many "

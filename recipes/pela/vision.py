@@ -20,7 +20,8 @@ from recipes.experiment import Experiment, Run
 from recipes.messages import console
 from recipes.pela.study import TREATMENTS, Study
 from recipes.plots import curves, scatter
-from recipes.results import provenance, select, unique
+from recipes.provenance import provenance
+from recipes.results import select, unique
 from recipes.runner import run_experiment
 from recipes.tables import Column, tabulate
 
@@ -197,7 +198,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     """A section for each model and ratio, then the first model's other tables."""
     text = [
         f"# PELA on image classification, preset {run.preset}",
-        provenance(run.command, table),
+        provenance(run, table),
         "Accuracy on the validation images in %, mean ± standard deviation over seeds. `before` is "
         "before any training. Parameters and multiply-adds of one image, head included. All rows "
         "that were trained start from the same dense weights and see the images equally often. "

@@ -8,7 +8,8 @@ import pandas as pd
 
 from recipes.experiment import Run
 from recipes.plots import curves
-from recipes.results import provenance, select, unique
+from recipes.provenance import provenance
+from recipes.results import select, unique
 from recipes.tables import Column, Table, tabulate
 
 TITLES = {
@@ -54,7 +55,7 @@ def report(table: pd.DataFrame, run: Run, kind: str, paper: PaperTables, use: st
     grid = run.grid("shared_grid", f"{kind}_grid")
     text = [
         f"# Self-distillation for further pre-training, {kind}, preset {run.preset}",
-        provenance(run.command, table),
+        provenance(run, table),
     ]
     if grid["steps"]:
         text += by_steps(table, run, grid)

@@ -22,7 +22,8 @@ from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
 from recipes.plots import curves
-from recipes.results import Row, by_seed, provenance, select, unique
+from recipes.provenance import provenance
+from recipes.results import Row, by_seed, select, unique
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
 
@@ -150,7 +151,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     grid = run.grid("theory_grid")
     return [
         "# Self-distillation of a linear model (Section 4)",
-        provenance(run.command, table) + " · float64",
+        provenance(run, table) + " · float64",
         f"{count} random problems with {grid['features']} features, {grid['examples']} examples "
         f"and {grid['outputs']} outputs, {grid['rounds']} rounds. t = 0 is the teacher, which was "
         "further pre-trained and not distilled.",

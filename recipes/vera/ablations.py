@@ -26,7 +26,8 @@ from recipes.messages import console
 from recipes.methods import measure_majority, measure_score
 from recipes.nodes import device
 from recipes.plots import curves
-from recipes.results import Row, provenance, select
+from recipes.provenance import provenance
+from recipes.results import Row, select
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
 from recipes.vera.methods import METHOD, TITLES, train
@@ -166,7 +167,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     swept = [task for task in grid["ranks"]["tasks"] if task in set(table["set"])]
     text = [
         f"# Ranks and variants of VeRA, preset {run.preset}",
-        provenance(run.command, table),
+        provenance(run, table),
         "Scores in % ("
         + ", ".join(f"{task} {grid['metrics'][task]}" for task in grid["sets"])
         + "). Tuned parameters are those beside the heads.",

@@ -33,7 +33,8 @@ from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
 from recipes.plots import curves
-from recipes.results import Row, provenance
+from recipes.provenance import provenance
+from recipes.results import Row
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
 from recipes.vera import glue
@@ -171,7 +172,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
 
     return [
         f"# What VeRA learns, preset {run.preset}",
-        provenance(run.command, table),
+        provenance(run, table),
         f"{grid['task']}; mean ± standard deviation over seeds.",
         "## Vectors by layer (Fig. 3)",
         "How far training moved VeRA's vectors, in the models of recipes.vera.glue after their "

@@ -25,7 +25,8 @@ from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
 from recipes.nodes import device
-from recipes.results import Row, provenance, select
+from recipes.provenance import provenance
+from recipes.results import Row, select
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
 from recipes.vera.methods import TITLES, train
@@ -141,7 +142,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     header = ["", "trained parameters", *(name.replace("_", "-") for name in SCORES)]
     return [
         f"# VeRA and the usual ways to fine-tune on E2E, preset {run.preset}",
-        provenance(run.command, table),
+        provenance(run, table),
         f"{count} meaning representations of the test part, {references:,} references; 10 beams, "
         "at most 64 tokens, length penalty 0.8, no 4-gram twice. Mean ± standard deviation over "
         "seeds; loss on the development part. All methods start from the same model; the first row "

@@ -26,7 +26,8 @@ from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
 from recipes.methods import measure_majority, measure_score
 from recipes.plots import scatter
-from recipes.results import Row, by_seed, provenance
+from recipes.provenance import provenance
+from recipes.results import Row, by_seed
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, summary, tabulate
 from recipes.vera.methods import TITLES, learnt, train
@@ -117,7 +118,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     heads = summary(by_seed(table, "heads", {"row": top, "set": tasks[0]}), digits=0, spread="")
     return [
         f"# VeRA and the usual ways to fine-tune on GLUE, preset {run.preset}",
-        provenance(run.command, table),
+        provenance(run, table),
         f"{protocol} ({metrics}), in %. Tuned parameters are those beside the heads, which every "
         f"method trains too ({heads} of {tasks[0]}).",
         tabulate(table, TITLES, columns, heading="method").markdown(),

@@ -22,7 +22,8 @@ from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
 from recipes.methods import measure_score
 from recipes.plots import scatter
-from recipes.results import Row, provenance
+from recipes.provenance import provenance
+from recipes.results import Row
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
 from recipes.vera.methods import TITLES, train
@@ -85,7 +86,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     )  # fmt: skip
     return [
         f"# VeRA and the usual ways to fine-tune on images, preset {run.preset}",
-        provenance(run.command, table),
+        provenance(run, table),
         "Accuracy in % on the whole test part after the last epoch, mean ± standard deviation over "
         "seeds; ten training images of each class. Tuned parameters are those of the first data "
         "set, without the head, which every method trains. LoRA adapts timm's fused qkv as a "

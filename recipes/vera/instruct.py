@@ -38,7 +38,8 @@ from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
 from recipes.nodes import device
-from recipes.results import Row, provenance
+from recipes.provenance import provenance
+from recipes.results import Row
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
 from recipes.vera.e2e import START, VARIED, start_of
@@ -199,7 +200,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     counts = {size: llama_counts(*shape) for size, shape in LLAMA.items()}
     return [
         f"# Instruction tuning by VeRA and LoRA, preset {run.preset}",
-        provenance(run.command, table),
+        provenance(run, table),
         "Loss in nats per token of held-out responses, perplexity its exponential; mean ± standard "
         "deviation over seeds. All methods start from the same model, which the first row has.",
         tabulate(table, {START: "the start", **TITLES}, columns, heading="method").markdown(),

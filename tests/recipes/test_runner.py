@@ -9,6 +9,7 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -231,7 +232,7 @@ def test_several_devices_train_in_a_process_of_their_own(go, trainings, monkeypa
         commands.append(args)
         return subprocess.CompletedProcess(args, returncode=2)
 
-    monkeypatch.setattr(work.subprocess, "run", run)
+    monkeypatch.setattr(work, "subprocess", SimpleNamespace(run=run))
     with pytest.raises(ExperimentFailed, match="a .seed 0., c .seed 0.: it ended with exit code 2"):
         go("--trainer.devices", "2")
     assert not trainings.calls and commands[0][1:4] == ["-m", "recipes", "fit"]

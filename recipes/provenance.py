@@ -1,0 +1,76 @@
+"""What a report's numbers come from: command, seeds, device, software, dates, git commits."""
+
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+import torch
+
+from recipes.records import read_record
+
+if TYPE_CHECKING:
+    from recipes.experiment import Run
+
+SMOKE_TEST = (
+    "**A smoke test**: preset `tiny` shows that every stage runs; its models are too small and its "
+    "trainings too short to say anything about the paper."
+)
+
+
+def origin() -> dict[str, str]:
+    """Where and with what this process computes now."""
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": git_commit(),
+    }
+
+
+def provenance(run: "Run", table: pd.DataFrame) -> str:
+    """The line of a report that says what its numbers come from.
+
+    Device, version, date and commit are those of the trainings and measurements, which can have
+    been made at different times. Preset tiny adds that it is a smoke test.
+    """
+    made = [one for node in run.nodes.values() for one in read_record(node.folder).get("made", [])]
+    used = {key: sorted({one[key] for one in made}) for key in origin()} if made else {}
+    now = {key: [value] for key, value in origin().items()}
+    device, software, date, commit = (", ".join(one) for one in (used or now).values())
+    seeds = table["seed"].nunique()
+    line = (
+        f"`{run.command}` · {seeds} seed{'s' if seeds != 1 else ''} · {device} · "
+        f"torch {software} · {date} · commit {commit}"
+    )
+    return f"{SMOKE_TEST}\n\n{line}" if set(table["preset"]) == {"tiny"} else line
+
+
+def git_commit() -> str:
+    """The commit of this code, "1a2b3c4 with changes" if files differ from it, or "unknown"."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        commit, changes = (
+            subprocess.run([*git, *command], capture_output=True, text=True, check=True).stdout
+            for command in (
+                ["rev-parse", "--short", "HEAD"],
+                ["status", "--porcelain", "--untracked-files=no"],
+            )
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit.strip() + " with changes" * bool(changes.strip())
+
+
+def _processor() -> str:
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.split(":", 1)[1].strip()
+                break
+    return f"{name}, {os.cpu_count()} cores"

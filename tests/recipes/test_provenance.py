@@ -1,0 +1,54 @@
+"""What a report says of where its numbers come from."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from recipes import provenance
+from recipes.provenance import git_commit, origin
+from recipes.records import write_record
+from recipes.results import Row, tidy
+from recipes.work import timed
+
+
+@pytest.fixture
+def run(tmp_path):
+    nodes = {name: SimpleNamespace(folder=tmp_path / name) for name in ("a", "b", "not begun")}
+    return SimpleNamespace(command="python -m recipes.vera.glue --seeds 2", nodes=nodes)
+
+
+def table(preset):
+    return tidy([Row("head", "score", 1.0)], "vera.glue", preset, seed=0)
+
+
+def made(run, name, monkeypatch, **changed):
+    """Execute a node at another time and commit."""
+    node = run.nodes[name]
+    if not node.folder.exists():
+        write_record(node.folder, {"fingerprint": "x", "finished": False, "seconds": 0.0})
+    there = {**ORIGIN, **changed}
+    monkeypatch.setattr("recipes.work.origin", lambda: there)
+    with timed(node.folder):
+        pass
+
+
+ORIGIN = {"device": "A CPU, 2 cores", "torch": "2.0", "date": "2026-01-01", "commit": "aaaaaaa"}
+
+
+def test_the_commits_are_those_that_measured_not_the_one_that_reports(run, monkeypatch):
+    made(run, "a", monkeypatch)
+    made(run, "b", monkeypatch, commit="bbbbbbb", date="2026-01-02")
+    made(run, "b", monkeypatch, commit="bbbbbbb", date="2026-01-02")  # resumed: said once
+    assert provenance.provenance(run, table("small")) == (
+        "`python -m recipes.vera.glue --seeds 2` · 1 seed · A CPU, 2 cores · torch 2.0 · "
+        "2026-01-01, 2026-01-02 · commit aaaaaaa, bbbbbbb"
+    )
+
+
+def test_runs_of_before_say_where_the_report_was_written(run):
+    line = provenance.provenance(run, table("small"))
+    assert line.endswith(f"commit {git_commit()}") and origin()["device"] in line
+
+
+def test_a_smoke_test_says_so(run):
+    assert provenance.provenance(run, table("tiny")).startswith("**A smoke test**")
