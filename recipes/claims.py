@@ -188,7 +188,10 @@ def _shut(gate: Comparison, table: pd.DataFrame) -> str:
     if gate.verdict(compared) == SUPPORTED:
         return ""
     b = "" if gate.b is None else f" − {_named(gate.b)}"
-    return f"{gate.metric} {_named(gate.a)}{b} = {gate.text(compared) or 'not measured'}"
+    found = f"{gate.metric} {_named(gate.a)}{b} = {gate.text(compared) or 'not measured'}"
+    if compared.n == 1 and not gate.exact:
+        return f"{found}: one seed has no interval, a second is needed"
+    return found
 
 
 def _named(side: str | Where) -> str:
