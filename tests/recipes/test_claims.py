@@ -107,7 +107,8 @@ class TestGate:
     def test_undecided_or_unmeasured_is_shut(self):
         few = table(a=[0.52], b=[0.5], xl=[0.9], s=[0.1])
         word, _, reason = judge(claim(A_B, Comparison("accuracy", "xl", "s")), few)
-        assert word == NOT_JUDGED and reason.endswith("one seed has no interval, a second is needed")
+        assert word == NOT_JUDGED
+        assert reason.endswith(": one seed has no interval, a second is needed")
         reason = judge(claim(A_B, Comparison("accuracy", "xl", "t")), self.rows)[2]
         assert reason == "the gate is shut: accuracy xl − t = not measured"
 
