@@ -5,6 +5,7 @@ import importlib
 import json
 import logging
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from recipes import results
 from recipes.cli import main as run_stage
@@ -71,14 +73,33 @@ def train(training: Training, say: Say) -> None:
         if training.several:
             # Lightning's launcher runs the process's whole command on every rank: that must be the
             # stage's, not the experiment's
-            code = subprocess.run([sys.executable, "-m", "recipes", *args]).returncode
-            if code:
-                sys.exit(code)  # the stage has printed why
+            run_alone([sys.executable, "-m", "recipes", *args])
             return
         # without Lightning's advice and device lists, among which the stage's own line would drown
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
         logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
         run_stage(args, callbacks=[Telling(say)])
+
+
+def run_alone(command: list[str]) -> None:
+    """Run a command in a process of its own, which SIGTERM ends too.
+
+    Otherwise it would go on after this process, and the next run would start its stage once more.
+
+    Raises:
+        SIGTERMException: if SIGTERM has ended it.
+        SystemExit: if it failed; it has printed why.
+    """
+    with subprocess.Popen(command) as process:
+        before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        try:
+            code = process.wait()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    if code in (-signal.SIGTERM, 128 + signal.SIGTERM):
+        raise SIGTERMException
+    if code:
+        sys.exit(code)
 
 
 @dataclass

@@ -9,7 +9,6 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -228,14 +227,35 @@ def test_a_stage_whose_checkpoint_is_gone_is_trained_again(go, trainings):
 def test_several_devices_train_in_a_process_of_their_own(go, trainings, monkeypatch):
     commands = []
 
-    def run(args):
-        commands.append(args)
-        return subprocess.CompletedProcess(args, returncode=2)
+    def run(command):
+        commands.append(command)
+        sys.exit(2)
 
-    monkeypatch.setattr(work, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(work, "run_alone", run)
     with pytest.raises(ExperimentFailed, match="a .seed 0., c .seed 0.: it ended with exit code 2"):
         go("--trainer.devices", "2")
     assert not trainings.calls and commands[0][1:4] == ["-m", "recipes", "fit"]
+
+
+def test_a_process_of_its_own_ends_with_the_experiment():
+    command = [
+        sys.executable,
+        "-c",
+        "import os, time; print(os.getpid(), flush=True); time.sleep(60)",
+    ]
+    script = f"from recipes import work; work.run_alone({command})"
+    outer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    inner = int(outer.stdout.readline())
+    outer.terminate()
+    outer.wait(30)
+    with pytest.raises(ProcessLookupError):
+        os.kill(inner, 0)
+
+
+@pytest.mark.parametrize(("code", "raised"), [(143, SIGTERMException), (2, SystemExit)])
+def test_a_failure_in_a_process_of_its_own(code, raised):
+    with pytest.raises(raised):
+        work.run_alone([sys.executable, "-c", f"import os; os._exit({code})"])
 
 
 def test_a_value_of_finished_stages_reaches_the_next(go, trainings):
