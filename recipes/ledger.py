@@ -50,6 +50,13 @@ class Verdict:
     reason: str = ""
     source: str = ""
 
+    @property
+    def command(self) -> str:
+        """The command that made the table, as the report's line of provenance names it."""
+        if made := re.match(r"`[^`]*`", self.source):
+            return made[0]
+        return f"`python -m recipes.{self.experiment} --preset {self.preset}`"
+
 
 def claims(root: Path = ROOT) -> Iterator[tuple[str, Claim]]:
     """Every experiment's name with each of its claims: the modules that have a CLAIMS."""
@@ -141,7 +148,7 @@ def _judged(verdicts: Sequence[Verdict]) -> str:
             one.claim.number,
             one.measured,
             f"**{one.word}**" + (f": {one.reason}" if one.reason else ""),
-            f"`python -m recipes.{one.experiment} --preset {one.preset}`",
+            one.command,
         ]
         for one in verdicts
     ]

@@ -62,6 +62,18 @@ def measure_independent(m: Measuring) -> Iterator[Row]:
     yield from rows_of(INDEPENDENT, *(_named(part, suffix) for part in (scores, costs)))
 
 
+def measure_training(m: Measuring) -> Iterator[Row]:
+    """The mean training loss of each independent model in each quarter of its training (x).
+
+    What it still falls in the last quarter says whether a model had learnt what it could. A
+    training that logged fewer than four losses has no rows.
+    """
+    for name, stage in m.stages.items():
+        losses = stage.history.get("train/loss", [])
+        for quarter, part in enumerate(np.array_split(losses, 4) if len(losses) > 3 else (), 1):
+            yield Row(INDEPENDENT, "train_loss", float(np.mean(part)), name, x=quarter)
+
+
 def _named(values: dict[str, Any], suffix: str) -> dict[str, Any]:
     return {f"{label}{suffix}": value for label, value in values.items()}
 

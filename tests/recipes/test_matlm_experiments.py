@@ -110,8 +110,11 @@ def test_a_finished_run_trains_nothing(trained, out, monkeypatch):
     assert read_record(again.out / "seed0" / "matlm")
 
 
-def paper_like(gap):
-    """A table in which all that the paper says holds; `gap` is XL's gain over S."""
+def paper_like(gap, falling=0.0):
+    """A table in which all that the paper says holds.
+
+    `gap` is XL's gain over S, `falling` the last fall of the independent models' training loss.
+    """
     noise = np.random.default_rng(0)
     rows = {"matlm": 0.0, "joint": 0.01, "per_layer": 0.02, "independent": 0.03}
     skewed = "p .17/.20/.22/.41"
@@ -129,6 +132,10 @@ def paper_like(gap):
             lines.append(Row(row, "agreement", agreement + noise.normal(0, 1e-4), "S"))
             lines.append(Row(row, "kl", 1 - agreement + noise.normal(0, 1e-4), "S"))
             lines.append(Row(row, "acceptance", agreement + noise.normal(0, 1e-4)))
+        for size in ("S", "XL"):
+            for quarter, loss in enumerate((4, 3.5, 3, 3 - falling), start=1):
+                value = loss + noise.normal(0, 1e-4)
+                lines.append(Row("independent", "train_loss", value, size, x=quarter))
         lines.append(Row("matlm", "below the line", noise.normal(0, 1e-4)))
         for budget in matlm.BUDGETS:
             for place, name in enumerate(("increase", "search", "decrease")):
@@ -146,6 +153,12 @@ def test_every_claim_is_judged_where_size_matters(gap, word):
     table = paper_like(gap)
     for claim in matlm.CLAIMS:
         assert judge(claim, table)[0] == word, claim.name
+
+
+def test_nothing_is_judged_beside_models_that_still_learn():
+    table = paper_like(0.1, falling=0.2)
+    shut = {one.name for one in matlm.CLAIMS if judge(one, table)[0] == NOT_JUDGED}
+    assert shut == {"XL as good", "small sizes better", "consistency", "drafts"}
 
 
 def test_widths_give_a_scaling_law(out):
