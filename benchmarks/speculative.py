@@ -103,7 +103,7 @@ def candidates(
 
     def transformers(part: Tensor, record: SpeculationRecord, **kwargs: Any) -> Tensor:
         return model.generate(
-            part, attention_mask=torch.ones_like(part), max_new_tokens=new, min_new_tokens=new,
+            part, attention_mask=torch.ones_like(part), max_new_tokens=new, eos_token_id=None,
             do_sample=False, pad_token_id=0, **kwargs,
         )  # fmt: skip
 

@@ -32,6 +32,20 @@ def test_exact_compares_and_times_nothing(monkeypatch, capsys):
     assert "2 x 16 tokens, 2 texts at a time, in float64" in capsys.readouterr().out
 
 
+def test_a_model_that_writes_its_end_token(monkeypatch):
+    """All go on behind an end token, and none may be kept from writing it."""
+    model = speculative.quick()
+    plain = speculative.speculative_generate(
+        model.double().eval(), torch.randint(speculative.BYTES, (2, 8)), None, 16, draft_tokens=0
+    )
+    model.generation_config.eos_token_id = model.config.eos_token_id = int(plain[0, 12])
+    prompts = plain[:, :8]
+    monkeypatch.setattr(speculative, "quick", lambda: model)
+    monkeypatch.setattr(speculative, "prompts", lambda *_: prompts)
+    rows = speculative.main(["--quick", "--exact", "--draft-tokens", "2"])
+    assert [row[-1] for row in rows] == ["yes"] * 5  # assisted generation is among them
+
+
 def decoder(*logits):
     """A model that always answers with these logits."""
 

@@ -15,6 +15,7 @@ from lightning_modules.matformer.nest import nest, set_granularity
 from lightning_modules.matformer.speculative import (
     SpeculationRecord,
     expected_speedup,
+    relative_cost,
     speculative_generate,
 )
 from lightning_modules.matformer.views import first_layers
@@ -226,6 +227,19 @@ def test_expected_speedup():
     assert expected_speedup(1.0, 4, 0.0) == 5
     assert expected_speedup(0.8, 2, 0.5) == pytest.approx((1 - 0.8**3) / (0.2 * 2))
     assert expected_speedup(0.5, 0, 0.5) == 1
+
+
+def test_the_relative_cost_is_that_of_one_token():
+    """Here the layers of XL, not of S, are large enough for FewRowsLinear, which doubles a row."""
+    d, layers = 256, 4
+    model = nest(
+        build("starcoder2", hidden_size=d, intermediate_size=4 * d, num_hidden_layers=layers),
+        {"ffn": (1 / 8, 1 / 4, 1 / 2, 1)},
+    )
+    cost = relative_cost(drafts.drafter(model, None), drafts.drafter(model, "S"), prompts())
+    attention, head = 4 * d * d, VOCABULARY * d
+    s, xl = (layers * (attention + 2 * d * neurons) + head for neurons in (d // 2, 4 * d))
+    assert cost == pytest.approx(s / xl, rel=0.01)  # attention's products come on top
 
 
 def test_dropout_is_off_and_the_mode_comes_back():
