@@ -93,6 +93,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     ]
 
 
+SIZE_MATTERS = matvit.size_matters("vit_vit")
 CLAIMS = [
     Claim(
         name="nested pre-training keeps XL",
@@ -104,6 +105,7 @@ CLAIMS = [
         test=Comparison(
             "accuracy", "matvit_vit", "vit_vit", where={"set": "XL"}, threshold=-0.005, scale=100
         ),
+        gate=SIZE_MATTERS,
     ),
     Claim(
         name="nested pre-training helps small sizes",
@@ -113,6 +115,7 @@ CLAIMS = [
         where="Table 7",
         number="84.41 against 82.10 %",
         test=Comparison("accuracy", "matvit_matvit", "vit_matvit", where={"set": "S"}, scale=100),
+        gate=SIZE_MATTERS,
     ),
 ]
 EXPERIMENT = Experiment(

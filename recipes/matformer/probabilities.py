@@ -138,6 +138,7 @@ CLAIMS = [
         where="Table 6",
         number=number,
         test=Comparison("loss", name(UNIFORM), name(row), where={"set": size}, digits=4),
+        gate=matvit.size_matters(name(UNIFORM)),
     )
     for size, number, row in (
         ("S", "2.963 against 2.970", (0.44, 0.31, 0.15, 0.10)),

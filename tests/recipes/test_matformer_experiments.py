@@ -2,14 +2,17 @@
 
 import math
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
 
+from recipes.claims import NOT_JUDGED, SUPPORTED, judge
 from recipes.cli import parse, presets
 from recipes.matformer import finetune_grid, heads, matvit, probabilities, retrieval
 from recipes.records import read_history, read_record
-from recipes.results import read, select
+from recipes.results import Row, read, select, tidy
 from recipes.runner import command_line
 
 SIZES = ["S", "M", "L", "XL"]
@@ -61,13 +64,14 @@ def test_the_baselines_have_their_full_budget(preset):
         parse(file, preset).data.init_args.batch_size,
     )
     for name, settings in found.items():
-        alone, joint = name.startswith("independent"), name == "joint"
-        assert settings.trainer.max_epochs == (total // 4 if alone or joint else total), name
+        alone = name.startswith("independent")
+        assert settings.trainer.max_epochs == total // (4 if alone or name == "joint" else 1), name
         assert settings.data.init_args.batch_size == (4 * batch if name == "dynabert" else batch)
         assert (settings.model.init_args.fractions is None) == alone
         assert settings.model.init_args.warmup_steps == found["matvit"].model.init_args.warmup_steps
         assert settings.model.init_args.split_batch == (name == "dynabert")
-        assert settings.model.init_args.joint == ("mean" if name in ("joint", "dynabert") else None)
+        joint = {"joint": "sum", "dynabert": "mean"}  # the released code sums
+        assert settings.model.init_args.joint == joint.get(name)
     if preset == "paper":
         assert total == 1200
 
@@ -83,6 +87,17 @@ def test_the_paper_preset_is_the_reference_codes():
     assert set(model.model_args.values()) == {0.1} and len(model.model_args) == 3
     assert (data.image_size, data.crop_pct, data.mixup) == (224, 0.875, 0.5)
     assert data.batch_size * 8 == 2048
+
+
+def test_the_pretraining_is_big_vision_s():
+    """configs/vit_i21k.py for L/16 ("medium2"); decay by default on kernels, in optax.py."""
+    settings = parse(matvit.EXPERIMENT.folder / "pretrain.yaml")
+    model, data = settings.model.init_args, settings.data.init_args
+    assert (model.lr, model.weight_decay, model.warmup_steps) == (1e-3, 0.1, 10000)
+    assert (model.decay_vectors, model.loss, model.head_bias) == (False, "sigmoid", -10.0)
+    assert (data.mixup, data.mixup_prob) == (0.5, 1.0)  # Beta(.5, .5), at every batch
+    assert (data.image_size, data.crop_pct) == (224, 0.875)  # 256 to 224
+    assert data.batch_size * 16 == 4096 and settings.trainer.max_epochs == 4 * 300
 
 
 def test_randaugment_applies_both_operations_always():
@@ -229,6 +244,42 @@ def test_the_orders_are_judged_on_the_second_half(monkeypatch):
     with pytest.raises(Stop):
         list(matvit.measure_orders(Measuring(0, {}, {"model": Stage()}, None)))
     assert seen == [first, second, second]
+
+
+def paper_like(gap):
+    """A table in which all that the paper says of images holds; `gap` is XL's gain over S."""
+    skewed = [probabilities.name(row) for row in probabilities.TABLE_6]
+    gains = {  # of accuracy, at S and at XL
+        "matvit": (0.02, 0.02), "independent": (0, 0), "dynabert": (-0.02, -0.02),
+        "per_layer": (-0.02, -0.02), "vit_vit": (0, 0), "vit_matvit": (-0.02, 0),
+        "matvit_matvit": (0, 0), "matvit_vit": (0, 0),
+        skewed[0]: (0.02, -0.02), skewed[2]: (0, 0), skewed[4]: (-0.02, 0.02),
+    }  # fmt: skip
+    noise, tables = np.random.default_rng(0), []
+    for seed in range(4):
+        lines, orders = [], []
+        for row, gain in gains.items():
+            for place, size in enumerate(SIZES):
+                more = gap * place / 3 + gain[place == 3] + noise.normal(0, 1e-4)
+                lines.append(Row(row, "accuracy", 0.7 + more, size))
+                lines.append(Row(row, "loss", 1 - more, size))
+        for row, agreement in {"matvit": 0.8, "independent": 0.7}.items():
+            lines.append(Row(row, "agreement", agreement + noise.normal(0, 1e-4), "S"))
+        for place, row in enumerate(("increase", "search", "least_slope", "ends")):
+            for size in ("S*2+M*2", "S*3+XL"):
+                orders.append(Row(row, "loss", 1 + 0.01 * place + noise.normal(0, 1e-4), size))
+        tables.append(tidy(lines, "", "small", seed))
+        tables.append(tidy(orders, "", "small", seed, "orders"))
+    return pd.concat(tables)
+
+
+@pytest.mark.parametrize(("gap", "word"), [(0.1, SUPPORTED), (-0.02, NOT_JUDGED)])
+def test_every_claim_is_judged_where_size_matters(gap, word):
+    table = paper_like(gap)
+    for claim in (*matvit.CLAIMS, *probabilities.CLAIMS, *finetune_grid.CLAIMS):
+        found, _, reason = judge(claim, table)
+        assert found == word, claim.name
+        assert not reason if word == SUPPORTED else "gate is shut: accuracy" in reason, claim.name
 
 
 @pytest.mark.parametrize("name", PLOTS)
