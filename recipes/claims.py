@@ -115,6 +115,7 @@ class Claim:
             the claim.
         gate: a comparison that must be supported before the test means anything, or several.
         reason: why there is no test.
+        preset: the one whose rows it compares; "" if it can be judged on every preset's table.
     """
 
     name: str
@@ -125,6 +126,7 @@ class Claim:
     test: Comparison | Sequence[Comparison] | None = None
     gate: Comparison | Sequence[Comparison] | None = None
     reason: str = ""
+    preset: str = ""
 
 
 def judge(claim: Claim, table: pd.DataFrame) -> tuple[str, str, str]:
@@ -139,8 +141,11 @@ def judge(claim: Claim, table: pd.DataFrame) -> tuple[str, str, str]:
         return NOT_JUDGED, "", claim.reason
     by_set = any(test.mean_over == "set" for test in tests)
     shut: list[str] = []
+    measured_at_all = set(table["metric"])
     for gate in gates:
         if by_set and not gate.mean_over and "set" not in gate.where:
+            if gate.metric not in measured_at_all:
+                return NOT_JUDGED, "", f"the gate is shut: {_shut(gate, table)}"
             open_sets = []
             for name in unique(select(table, {"metric": gate.metric, "x": None}), "set"):
                 within = replace(gate, where={**gate.where, "set": name})

@@ -80,7 +80,8 @@ def claims_of(experiment: str) -> Sequence[Claim]:
 
 def verdicts_on(table: pd.DataFrame, experiment: str, preset: str) -> list[str]:
     """For the report of one run: what its table says about each claim; nothing for a smoke test."""
-    listed = () if preset == "tiny" else claims_of(experiment)
+    known = () if preset == "tiny" else claims_of(experiment)
+    listed = [claim for claim in known if claim.preset in ("", preset)]
     if not listed:
         return []
     verdicts = [Verdict(claim, experiment, preset, *judge(claim, table)) for claim in listed]
@@ -99,9 +100,12 @@ def judge_all(root: Path = ROOT) -> list[Verdict]:
         judged = [
             Verdict(claim, experiment, part["preset"].iloc[0], *judge(claim, part), source)
             for part, source in tables
-            if part["experiment"].iloc[0] == experiment and part["preset"].iloc[0] != "tiny"
+            if part["experiment"].iloc[0] == experiment
+            and part["preset"].iloc[0] != "tiny"
+            and claim.preset in ("", part["preset"].iloc[0])
         ]
-        reason = claim.reason or "no run of it stands in results/"
+        run = f"run of it at preset {claim.preset}" if claim.preset else "run of it"
+        reason = claim.reason or f"no {run} stands in results/"
         verdicts += judged or [Verdict(claim, experiment, "", NOT_JUDGED, reason=reason)]
     return verdicts
 

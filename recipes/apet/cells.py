@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from recipes.apet.texts import measure_nothing, measure_texts, write_questions
+from recipes.claims import Comparison
 from recipes.experiment import Measurement, Run, Stage
 from recipes.flags import names_in
 from recipes.methods import measure_majority, measure_score
 from recipes.records import Finished
+from recipes.tables import COLLAPSED
 
 METHODS = {
     "majority": "majority class",
@@ -20,6 +22,12 @@ METHODS = {
     "full": "full",
 }
 PET = ("prompt", "bitfit", "lora", "adapter")  # the paper's deviation is that between these
+# a smaller and a larger model that the claims compare, and the preset that trains them
+PAIRS = {
+    ("MiniLM", "bge-small"): "small",
+    ("width-64", "width-256"): "small_widths",
+    ("BERT-small", "BERT-large"): "paper",
+}
 VARIED = (
     "model.method",
     "model.method_args",
@@ -145,6 +153,8 @@ def _settings(
         task["data.root"] = run.measure("questions", 0, write_questions) / "questions"
     no_budget = {"model.method_args": None}  # the stage file's are for method apet
     settings = {**task, **model["settings"], **model.get(config, {}), **no_budget, **cell.settings}
+    if settings["model.method"] == "prompt":  # which tokens' embeddings the soft tokens start as
+        settings["model.method_args"] = {"seed": cell.seed}
     if config == "decoder":
         settings["data.label_words"] = words
     if settings.get("data.encoder_decoder"):  # its max_length counts the input alone
@@ -183,6 +193,23 @@ def majority(run: Run, grid: Mapping[str, Any], cell: Cell) -> Measurement:
 def points(nodes: Mapping[str, Finished]) -> dict[str, float]:
     """The scores of several measurements, in points, by name."""
     return {name: 100 * values_of(node)["score"] for name, node in nodes.items()}
+
+
+def uncollapsed(nodes: Mapping[str, Finished]) -> float:
+    """1 if every scored training predicts more than one class, else 0; texts have no classes."""
+    return float(all(values_of(node).get(COLLAPSED, 2) > 1 for node in nodes.values()))
+
+
+def gates(models: Sequence[str], sound: str = "") -> tuple[Comparison, ...]:
+    """What has to hold, task by task and in each model that a claim compares.
+
+    Full fine-tuning is five points above the commonest class, so that the task tells methods apart;
+    and the metric `sound`, which is 1 or 0, is 1 for every seed.
+    """
+    gain = [Comparison("gain", model, threshold=5.0) for model in models]
+    if not sound:
+        return tuple(gain)
+    return (*gain, *(Comparison(sound, model, threshold=0.99, exact=True) for model in models))
 
 
 def values_of(node: Finished) -> dict[str, float]:

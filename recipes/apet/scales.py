@@ -16,15 +16,18 @@ import pandas as pd
 from recipes.apet.cells import (
     GRID,
     METHODS,
+    PAIRS,
     PET,
     cells,
     chosen,
     fits,
+    gates,
     majority,
     options,
     points,
     pretrain,
     score,
+    uncollapsed,
 )
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
@@ -57,19 +60,23 @@ def declare(run: Run) -> None:
                 all_cells = cells(grid, [model], [task], rows, seed)
                 scores = {cell.row: score(run, grid, cell) for cell in all_cells}
                 scores["majority"] = majority(run, grid, all_cells[0])
-                if len(scores.keys() & set(PET)) > 1:
+                if scores.keys() >= set(PET):
                     name, settings = f"{task} {model} deviation", {"set": task, "row": model}
                     run.measure(name, seed, measure_deviation, scores, settings)
 
 
 def measure_deviation(m: Measuring) -> Iterator[Row]:
-    """The standard deviation between methods' scores, and `gain`, both in points.
+    """The standard deviation between the four methods' scores, and `gain`, both in points.
 
     `gain` is the score of full fine-tuning above that of the commonest class: without a gain, the
-    task does not tell methods apart.
+    task does not tell methods apart. `uncollapsed` is 1 if each of the four predicts more than one
+    class, else 0: a training that failed says nothing about its method.
     """
     scores = points(m.stages)
-    values = {"deviation": statistics.stdev(scores[row] for row in PET if row in scores)}
+    values = {
+        "deviation": statistics.stdev(scores[row] for row in PET),
+        "uncollapsed": uncollapsed({row: m.stages[row] for row in PET}),
+    }
     if "full" in scores:
         values["gain"] = scores["full"] - scores["majority"]
     for metric, value in values.items():
@@ -87,6 +94,15 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     """The deviation by model, every score, and the paper's numbers."""
     grid = run.grid(GRID)
     models, tasks = chosen(run, "models", grid["models"]), chosen(run, "tasks", grid["tasks"])
+    missing = [METHODS[row] for row in PET if row not in set(table["row"])]
+    if missing:
+        text = f"No standard deviation between methods: {', '.join(missing)} not trained."
+    else:
+        text = (
+            "**Standard deviation between Prompt, BitFit, LoRA and Adapter**, in points. The "
+            f"column `− {models[0]}` is the difference to the smallest model, paired by seed, with "
+            "its 95 % interval."
+        )
     deviation = [
         *(Column(task, "deviation", {"set": task}, digits=2) for task in tasks),
         Column("mean", "deviation", mean_over="set", digits=2),
@@ -101,9 +117,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     parts = [
         f"# Tuning methods and scale, preset {run.preset}",
         provenance(run, table),
-        "**Standard deviation between Prompt, BitFit, LoRA and Adapter**, in points. The column "
-        f"`− {models[0]}` is the difference to the smallest model, paired by seed, with its 95 % "
-        "interval.",
+        text,
         tabulate(table, models, deviation, heading="model").markdown(),
     ]
     for task in tasks:
@@ -130,7 +144,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     ]
 
 
-def falls(small: str, large: str) -> Claim:
+def falls(small: str, large: str, preset: str) -> Claim:
     """The deviation is smaller in the larger model."""
     return Claim(
         name=f"deviation falls: {small} → {large}",
@@ -140,16 +154,17 @@ def falls(small: str, large: str) -> Claim:
         where="Section 4, Fig. 2",
         number="BERT 5.08 → 2.65, BLOOM 3.46 → 2.50, T5 2.75 → 1.72",
         test=Comparison("deviation", small, large, mean_over="set"),
-        # task by task: full fine-tuning is five points above the commonest class in both
-        gate=tuple(Comparison("gain", model, threshold=5.0) for model in (small, large)),
+        gate=gates((small, large), "uncollapsed"),
+        preset=preset,
     )
 
 
-CLAIMS = [
-    falls("MiniLM", "SmolLM2"),
-    falls("MiniLM", "bge-small"),
-    falls("width-64", "width-256"),
-]
+FURTHER = {  # besides the encoders
+    ("MiniLM", "SmolLM2"): "small",
+    ("BLOOM-560M", "BLOOM-7.1B"): "paper",
+    ("T5-small", "T5-XXL"): "paper",
+}
+CLAIMS = [falls(*pair, preset) for pair, preset in (PAIRS | FURTHER).items()]
 EXPERIMENT = Experiment("apet.scales", __file__, "encoder", __doc__ or "", declare, report, options)
 
 

@@ -2,21 +2,27 @@
 
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 import torch
 
 from datamodules.tokens import train_tokenizer
+from recipes.apet.cells import GRID, PET, uncollapsed
 from recipes.apet.counts import thresholds
 from recipes.apet.texts import text_score
+from recipes.claims import judge
 from recipes.cli import grid, presets
 from recipes.experiment import Stage
 from recipes.methods import best_of
 from recipes.records import Finished, at
+from recipes.results import Row, tidy
 from recipes.runner import command_line
 
+RATES = (0.00025, 0.001, 0.004, 0.016)  # at `small`
 EXPERIMENTS = ("scales", "positions", "counts", "transfer")
 SHORT = ("--trainer.max_steps", "3", "--trainer.val_check_interval", "3", "--data.limit", "48")
 
@@ -49,17 +55,20 @@ def values(table, metric, name):
 
 def test_scales(tmp_path):
     models = "width-16,width-32,width-64"
-    table, text = run("scales", tmp_path, "--models", models, "--rows", "bitfit,lora,full")
+    table, text = run("scales", tmp_path, "--models", models)
     for width in (16, 32, 64):
         name = f"SST-2, width-{width}"
         scores = values(table, "score", name)
-        assert list(scores) == ["bitfit", "lora", "full", "majority"]
+        assert list(scores) == [*PET, "full", "majority"]
         assert set(values(table, "updates", name).values()) == {3}
         assert set(values(table, "examples", name).values()) == {48}
         assert set(values(table, "scored", name).values()) == {64}
         assert values(table, "tuned", name)["lora"] == 2 * 2 * 4 * 2 * width
-        deviation = pd.Series([100 * scores[row] for row in ("bitfit", "lora")]).std()
+        deviation = pd.Series([100 * scores[row] for row in PET]).std()
         assert values(table, "deviation", "SST-2")[f"width-{width}"] == pytest.approx(deviation)
+        classes = values(table, "classes_predicted", name)
+        alike = min(classes[row] for row in PET) == 1
+        assert values(table, "uncollapsed", "SST-2")[f"width-{width}"] == (not alike)
     assert "5.08, 3.63, 2.65" in text and "scales.png" in text
 
 
@@ -79,6 +88,40 @@ def test_scales_of_what_a_decoder_writes(tmp_path):
     assert values(table, "scored", name)["full"] == len(different)
     assert written.read_text().count("\n") == len(different)
     assert "| full |" in text
+    # the deviation is that of the paper's four methods, and of no fewer
+    assert "deviation" not in set(table["metric"])
+    assert "No standard deviation between methods: Prompt, LoRA, Adapter not trained." in text
+
+
+def test_a_collapsed_training_shuts_the_gate():
+    """One of four seeds' trainings answers everything alike: the deviation means nothing."""
+
+    def node(classes):
+        rows = pd.DataFrame({"metric": ["score", "classes_predicted"], "value": [0.5, classes]})
+        return SimpleNamespace(rows=rows)
+
+    assert uncollapsed({"lora": node(2.0), "bitfit": node(3.0)}) == 1
+    assert uncollapsed({"lora": node(2.0), "bitfit": node(1.0)}) == 0
+    [claim] = [c for c in module_of("scales").CLAIMS if c.name.endswith("MiniLM → bge-small")]
+
+    def verdict(sound):
+        lines = [
+            [Row(row=row, set="SST-2", metric=metric, value=value) for row, metric, value in (
+                ("MiniLM", "deviation", 9 + seed), ("bge-small", "deviation", 1),
+                ("MiniLM", "gain", 30 + seed), ("bge-small", "gain", 30 + seed),
+                ("MiniLM", "uncollapsed", one), ("bge-small", "uncollapsed", 1),
+            )]
+            for seed, one in enumerate(sound)
+        ]  # fmt: skip
+        parts = [tidy(rows, "apet.scales", "small", seed) for seed, rows in enumerate(lines)]
+        return judge(claim, pd.concat(parts))
+
+    assert verdict([1, 1, 1, 1])[0] == "supported"
+    word, _, reason = verdict([1, 1, 0, 1])
+    assert word == "not judged" and "uncollapsed MiniLM = +0.75" in reason
+    table = tidy([Row("MiniLM", "deviation", 1.0, "SST-2")], "apet.scales", "small", 0)
+    reason = judge(claim, table)[2]
+    assert reason == "the gate is shut: gain MiniLM = not measured"
 
 
 def test_scores_of_texts():
@@ -120,7 +163,9 @@ def test_widths_are_pretrained_on_the_same_text(tmp_path):
 
 
 def test_positions(tmp_path):
-    table, _ = run("positions", tmp_path, "--rows", "lora")
+    table, text = run("positions", tmp_path, "--rows", "lora")
+    assert "deviation" not in set(table["metric"])
+    assert "No deviation over all four budgets: Prompt, BitFit, Adapter left out." in text
     for width in (16, 64):
         name = f"SST-2, width-{width}"
         tuned = values(table, "tuned", name)
@@ -133,7 +178,44 @@ def test_positions(tmp_path):
         scores = values(table, "score", name)
         drawn = pd.Series([100 * scores[f"APET lora {draw}"] for draw in (0, 1)])
         assert values(table, "spread", name)["lora"] == pytest.approx(drawn.std())
-        assert values(table, "deviation", "SST-2")[f"width-{width}"] == pytest.approx(drawn.std())
+
+
+def test_every_seed_draws_positions_of_its_own():
+    stages = command_line(module_of("positions").EXPERIMENT, ["--seeds", "3", "--rows", "lora"])
+    module_of("positions").EXPERIMENT.declare(stages)
+    drawn = {
+        (node.seed, node.name): at(node.parsed(), "model.method_args.seed")
+        for node in stages.nodes.values()
+        if isinstance(node, Stage) and "APET" in node.name and "width-16" in node.name
+    }
+    assert len(drawn) == len(set(drawn.values())) == 3 * 2
+
+
+def test_a_measurement_over_four_budgets(tmp_path):
+    """The root mean square of the budgets' standard deviations, and whether a draw collapsed."""
+    chosen = ("--models", "width-16", "--trainer.max_steps", "2", "--trainer.val_check_interval=2")
+    table, text = run("positions", tmp_path, *chosen)
+    name = "SST-2, width-16"
+    spreads = pd.Series(values(table, "spread", name))
+    assert set(spreads.index) == set(PET)
+    deviation = values(table, "deviation", "SST-2")["width-16"]
+    assert deviation == pytest.approx((spreads**2).mean() ** 0.5)
+    classes = values(table, "classes_predicted", name)
+    alike = min(value for row, value in classes.items() if row != "full") == 1
+    assert values(table, "uncollapsed", "SST-2")["width-16"] == (not alike)
+    assert "over the four budgets" in text
+
+
+def test_a_prompt_starts_from_the_training_s_seed():
+    flags = ["--models", "MiniLM", "--tasks", "SST-2", "--rows", "prompt", "--seeds", "3"]
+    run = command_line(module_of("scales").EXPERIMENT, ["--preset", "small", *flags])
+    module_of("scales").EXPERIMENT.declare(run)
+    seeds = {
+        (node.seed, at(node.parsed(), "model.method_args.seed"))
+        for node in run.nodes.values()
+        if isinstance(node, Stage)
+    }
+    assert seeds == {(0, 0), (1, 1), (2, 2)}
 
 
 def test_counts(tmp_path):
@@ -149,6 +231,39 @@ def test_counts(tmp_path):
     assert sorted(points["x"].unique()) == [1, 30, 1000]
     assert len(points) == 6
     assert "of 1)" in text and "counts.png" in text
+    reached = table[table["metric"].isin(["low reached", "high reached"])]
+    assert len(reached) == 4
+    for _, one in reached.iterrows():
+        same = (table["metric"] == one["metric"].removesuffix(" reached")) & (
+            table["row"] == one["row"]
+        )
+        assert same.sum() == one["value"]
+
+
+def test_a_threshold_that_one_seed_misses_is_not_judged():
+    """The claim would otherwise be tested on the seeds that reach it."""
+    claim = module_of("counts").CLAIMS[0]
+
+    def verdict(reached):
+        parts = []
+        for seed, one in enumerate(reached):
+            rows = [
+                Row(row=model, set="SST-2", metric=metric, value=value)
+                for model, high in (("MiniLM", 5.0 + seed / 10), ("bge-small", 3.0))
+                for metric, value in (("gain", 30 + seed), ("high reached", 1), ("high", high))
+            ]
+            if not one:
+                rows = [r for r in rows if (r.row, r.metric) != ("bge-small", "high")]
+                rows = [
+                    replace(r, value=0) if (r.row, r.metric) == ("bge-small", "high reached") else r
+                    for r in rows
+                ]
+            parts.append(tidy(rows, "apet.counts", "small", seed))
+        return judge(claim, pd.concat(parts))
+
+    assert verdict([True] * 4)[0] == "supported"
+    word, _, reason = verdict([True, True, True, False])
+    assert word == "not judged" and "high reached bge-small = +0.75" in reason
 
 
 def test_transfer(tmp_path):
@@ -169,16 +284,16 @@ def test_the_trials_of_seed_0_are_its_trainings():
     assert {name.removeprefix("SST-2 ") for name in stages} == {
         f"{model} {row}"
         for model in ("MiniLM", "bge-small")
-        for row in ("lora lr 0.001", "lora lr 0.004", "lora", "full")
+        for row in (*(f"lora lr {rate}" for rate in RATES), "lora", "full")
     }
     run = stages["SST-2 MiniLM lora"].run
     [first, second] = [n for n in run.nodes.values() if n.name == "SST-2 MiniLM lora score"]
     assert [node.name for node in first.waits_for()] == [
-        "SST-2 MiniLM lora lr 0.001", "SST-2 MiniLM lora lr 0.004",
-    ]  # fmt: skip
+        f"SST-2 MiniLM lora lr {rate}" for rate in RATES
+    ]
     [tuned] = second.waits_for()
     assert tuned.name == "SST-2 MiniLM lora" and tuned.seed == 1
-    assert [trial.seed for trial in tuned.waits_for()] == [0, 0]
+    assert [trial.seed for trial in tuned.waits_for()] == [0] * len(RATES)
     with pytest.raises(ValueError, match="--models has 'BERT-base': expected some of MiniLM, bge"):
         declared("scales", "--preset", "small", "--models", "BERT-base")
 
@@ -219,6 +334,12 @@ def test_a_threshold_is_where_the_curve_stays(curve, expected):
     assert thresholds(curve, guess=0.5, full=0.9, examples=1000) == expected
 
 
+def test_a_curve_that_equals_full_has_reached_it():
+    """Where nothing is wrong there is no sampling error; guessing itself is not above guessing."""
+    curve = {10: 0.0, 100: 1.0}
+    assert thresholds(curve, guess=0.0, full=1.0, examples=9) == {"low": 100, "high": 100}
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_a_flag_reaches_every_stage_or_is_refused(name):
     for stage in declared(name, "--model.lr", "0.5", "--data.batch_size", "7").values():
@@ -230,12 +351,11 @@ def test_a_flag_reaches_every_stage_or_is_refused(name):
 
 def test_the_paper_s_settings():
     """Batch 32, no warm-up, 3e-4 for BERT, 128 or 256 tokens; the budgets' ranks and widths."""
-    from recipes.apet.cells import GRID
-
     file = module_of("scales").EXPERIMENT.folder / f"{GRID}.yaml"
     assert set(presets(file)) == {"paper", "small", "small_widths", "tiny"}
     settings = grid(file, "paper")
     assert settings["methods"]["lora"]["model.rank"] == 8
+    assert settings["methods"]["lora"]["model.method_args"] == {"alpha": 16}
     assert settings["methods"]["adapter"]["model.rank"] == 24
     assert settings["methods"]["prompt"]["model.rank"] == 100
     # both ends of each family, between which Fig. 2 has the deviation fall
@@ -254,3 +374,22 @@ def test_the_paper_s_settings():
     assert [at(trial, "model.lr") for trial in trials] == [1e-4, 1e-2]
     assert at(trials[0], "data.encoder_decoder") and at(trials[0], "data.max_length") == 256
     assert at(trials[0], "data.target_length") == 128
+    # full fine-tuning has its family's learning rates too
+    full = declared("scales", "--preset", "paper", "--rows", "full", "--tasks", "SST-2")
+    rates = {
+        model: {at(stage.parsed(), "model.lr") for name, stage in full.items() if model in name}
+        for model in ("BERT-large", "BLOOM-560M", "T5-small")
+    }
+    assert rates["BERT-large"] == {3e-4} and rates["BLOOM-560M"] == {3e-4, 5e-5}
+    assert rates["T5-small"] == {1e-4, 1e-3, 1e-2}
+
+
+@pytest.mark.parametrize("name", ["scales", "positions", "counts"])
+def test_every_preset_trains_the_models_that_its_claims_compare(name):
+    file = module_of("scales").EXPERIMENT.folder / f"{GRID}.yaml"
+    for claim in module_of(name).CLAIMS:
+        settings = grid(file, claim.preset)
+        models = settings["models"] if name == "scales" else settings[name]["models"]
+        compared = claim.test if isinstance(claim.test, tuple) else (claim.test,)
+        assert {side for one in compared for side in (one.a, one.b)} <= set(models)
+    assert {claim.preset for claim in module_of(name).CLAIMS} == {"small", "small_widths", "paper"}
