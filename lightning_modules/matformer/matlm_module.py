@@ -1,6 +1,7 @@
 """Training an elastic language model (MatLM)."""
 
 import json
+import warnings
 from functools import partial
 from typing import Any, Literal
 
@@ -113,6 +114,15 @@ class MatLM(ElasticModule):
             config = AutoConfig.for_model(**h.config)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         match_tokenizer(model, self._trainer)
+        embedded = model.config.vocab_size
+        tokens = getattr(getattr(self._trainer, "datamodule", None), "vocab_size", embedded)
+        if not self.pretrained and tokens < embedded:
+            warnings.warn(
+                f"the tokenizer has {tokens} entries and the model embeds {embedded}, so the rest "
+                "is never used: train the tokenizer on more text, or set vocab_size in "
+                "model.model_args and data alike",
+                stacklevel=2,
+            )
         if self.init_from is not None:
             load_weights(model, self.init_from)
         if h.fractions is not None:

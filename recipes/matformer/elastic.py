@@ -32,7 +32,15 @@ from lightning_modules.matformer.speculative import speculative_generate
 from recipes import plots
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
-from recipes.matformer.language import load, plain, rows_of, score, sizes, submodels
+from recipes.matformer.language import (
+    load,
+    plain,
+    rows_of,
+    score,
+    scored_text,
+    sizes,
+    submodels,
+)
 from recipes.matformer.submodels import ladder
 from recipes.messages import console
 from recipes.nodes import device
@@ -246,7 +254,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     return [
         f"# A decoder made elastic, preset {run.preset}",
         provenance(run, table),
-        "Perplexity of every token of the validation text, in disjoint windows. All rows saw the "
+        f"Perplexity on {scored_text(table)}, in disjoint windows. All rows saw the "
         "same number of tokens. Labels with `*` are Mix'n'Match sizes. Widths by layer with their "
         "scores are in slices.json of each row's folder; S, M, L, XL and a Mix'n'Match size stand "
         f"ready for transformers in {run.out}/seed0/sizes of {EXPORTED}.",

@@ -5,9 +5,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor, nn
 
+from datamodules.loading import IGNORED
 from lightning_modules.counting import count_non_embedding, count_parameters
 from lightning_modules.matformer import MatLM, extract, set_granularity
 from lightning_modules.matformer.consistency import SubmodelMetrics, score_tokens
@@ -51,20 +53,32 @@ def score(
         models: by label; the first is the reference that the others are compared with.
         loader: batches of `input_ids` and `labels`.
         vocabulary: number of tokens.
+
+    Returns:
+        By label: loss, perplexity, agreement, kl, and the number of tokens scored.
     """
-    metrics = SubmodelMetrics(list(models)).to(device())
+    metrics, count = SubmodelMetrics(list(models)).to(device()), 0
     for batch in loader:
         on_device = {name: values.to(device()) for name, values in batch.items()}
         score_tokens(metrics, models, on_device, vocabulary)
+        count += int((batch["labels"][:, 1:] != IGNORED).sum())
     return {
         label: {
             "loss": values["loss"].item(),
             "perplexity": values["loss"].exp().item(),
             "agreement": values["agreement"].item(),
             "kl": values["kl"].item(),
+            "tokens scored": count,
         }
         for label, values in metrics.compute().items()
     }
+
+
+def scored_text(table: pd.DataFrame) -> str:
+    """Which tokens the losses in a table are of, in words."""
+    counts = table.loc[table["metric"] == "tokens scored", "value"]
+    how_many = f"{counts.max():,.0f}" if len(counts) else "up to data.eval_tokens"
+    return f"{how_many} tokens from the beginning of the validation text, each scored once"
 
 
 def sizes(model: Any, granularity: Sequence[int] | None) -> dict[str, int]:

@@ -19,6 +19,7 @@ from lightning_modules.matformer.nest import GRANULARITIES
 from recipes import plots
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Run, Stage
+from recipes.matformer.language import scored_text
 from recipes.matformer.matlm_measures import (
     BUDGETS,
     INDEPENDENT,
@@ -188,7 +189,7 @@ def nested(run: Run, row: str, seed: int, **settings: Any) -> Stage:
     """A nested training on 4X tokens."""
     quarter = {
         "trainer.max_steps": lambda c: c.trainer.max_steps // 4,
-        "model.warmup_steps": lambda c: c.model.init_args.warmup_steps // 4,
+        "model.warmup_steps": quarter_of_warmup,
         "data.batch_size": lambda c: c.data.init_args.batch_size * 4,
     }
     varied: dict[str, Any] = {"model.joint": None}
@@ -203,6 +204,12 @@ def nested(run: Run, row: str, seed: int, **settings: Any) -> Stage:
     name = row.replace("/", "_").replace(" ", "")
     derived = quarter if row == "joint" else {}
     return run.stage(name, "matlm", seed, {**varied, **settings}, derived=derived)
+
+
+def quarter_of_warmup(c: Any) -> float:
+    """Steps of warm-up of a training with a quarter of the steps: the same share of them."""
+    steps = c.model.init_args.warmup_steps
+    return steps if steps < 1 else steps // 4
 
 
 def sampler(**settings: Any) -> list[dict[str, Any]]:
@@ -229,7 +236,7 @@ def independent(run: Run, seed: int, name: str, index: int, scale: float = 1.0) 
             "model.model_args": lambda c: scaled(model_args(c), scale),
             "model.fractions": lambda c: None,
             "trainer.max_steps": lambda c: c.trainer.max_steps // 4,
-            "model.warmup_steps": lambda c: c.model.init_args.warmup_steps // 4,
+            "model.warmup_steps": quarter_of_warmup,
         },
     )
 
@@ -291,7 +298,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     paragraphs = [
         f"# MatLM, preset {run.preset}",
         provenance(run, table),
-        "Validation loss in nats a token, every token of the text scored once. Labels with `*` are "
+        f"Validation loss in nats a token, on {scored_text(table)}. Labels with `*` are "
         "Mix'n'Match sizes: `M*3+L*3` is three layers of M, then three of L. Nested trainings saw "
         "4X tokens, each independent model X; the joint training makes a quarter of the updates "
         "with batches four times as large.",

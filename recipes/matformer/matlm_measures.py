@@ -15,6 +15,7 @@ from recipes.experiment import Measuring
 from recipes.matformer.language import load, plain, rows_of, score, sizes, submodels
 from recipes.matformer.submodels import halves, ladder
 from recipes.nodes import device
+from recipes.plan import device_count
 from recipes.results import Row
 
 INDEPENDENT = "independent"
@@ -81,8 +82,9 @@ def _named(values: dict[str, Any], suffix: str) -> dict[str, Any]:
 def tokens(m: Measuring, name: str) -> int:
     """The number of tokens that a stage trained on."""
     settings = m.stages[name].settings
-    batch = settings.data.init_args.batch_size * settings.trainer.accumulate_grad_batches
-    return settings.trainer.max_steps * batch * settings.data.init_args.length
+    data, trainer = settings.data.init_args, settings.trainer
+    batch = data.batch_size * device_count(trainer) * trainer.accumulate_grad_batches
+    return trainer.max_steps * batch * data.length
 
 
 @torch.no_grad()

@@ -2,6 +2,13 @@
 
 MatFormer (arXiv 2310.07707), Section 4.1 and Table 3: Loss(N, D) = a · (N·D)^b + c, with N the
 parameters without embeddings and D the tokens of the training.
+
+A preset varies N alone, by widths. The five sizes of Table 4, which differ in N and D, are five
+presets with a table each. To fit them together:
+
+    tables = [read(f"runs/matformer-matlm/{size}") for size in ("78M", "180M", …)]
+    found = points(pd.concat(tables), "matlm")
+    fit(found["compute"].to_numpy(), found["loss"].to_numpy())
 """
 
 from collections.abc import Mapping
@@ -73,12 +80,17 @@ def fit(compute: NDArray[np.float64], losses: NDArray[np.float64]) -> Fit:
 
 
 def points(table: pd.DataFrame, row: str) -> pd.DataFrame:
-    """N·D and loss of every size of a method, one line for each seed."""
+    """N·D and loss of every granularity of a method, one line for each preset and seed.
+
+    Mix'n'Match sizes are left out: no training made them. Tables of several presets may be joined.
+    """
     lines = table[(table["row"] == row) & table["metric"].isin(["loss", "non_embedding", "tokens"])]
-    wide = lines.pivot_table(index=["seed", "set"], columns="metric", values="value").dropna()
+    lines = lines[~lines["set"].str.contains("*", regex=False)]
+    index = ["preset", "seed", "set"]
+    wide = lines.pivot_table(index=index, columns="metric", values="value").dropna()
     # a training at full width is in the table twice: as a main row, and as a width
     wide["compute"] = wide["non_embedding"] * wide["tokens"]
-    return wide.reset_index().drop_duplicates(["seed", "compute", "loss"])
+    return wide.reset_index().drop_duplicates(["preset", "seed", "compute", "loss"])
 
 
 def fit_report(table: pd.DataFrame, run: Run, titles: Mapping[str, str]) -> list[str]:
@@ -112,7 +124,8 @@ def fit_report(table: pd.DataFrame, run: Run, titles: Mapping[str, str]) -> list
         "## Scaling law",
         "Loss = a · (N·D)^b + c by least squares, ± standard error; N are the parameters without "
         "embeddings, D the tokens of the training that the model is from. All four granularities "
-        "of MatLM are points.",
+        "of MatLM are points. Within a preset a method's trainings differ in width alone, with the "
+        "same D; the paper's five sizes (Table 4) differ in both.",
         Table(header, rows).markdown(),
         "![loss against N·D](scaling.png)",
     ]

@@ -5,6 +5,8 @@ import cpu_torchvision  # noqa: F401
 import json
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -16,12 +18,14 @@ from lightning_modules.matformer import set_granularity
 from lightning_modules.matformer.speculative import speculative_generate
 from recipes import generate
 from recipes.claims import NOT_JUDGED, SUPPORTED, judge
+from recipes.experiment import Measuring
 from recipes.export import export
-from recipes.matformer import elastic, matlm, scaling
+from recipes.matformer import elastic, matlm, matlm_measures, scaling
 from recipes.matformer.language import load
 from recipes.predict import Predictor
 from recipes.records import read_record
 from recipes.results import Row, read, tidy
+from recipes.runner import command_line
 
 SMALLER = ["--trainer.max_steps=8", "--data.max_bytes=60000", "--data.eval_tokens=1500"]
 
@@ -75,6 +79,52 @@ def test_each_training_made_the_updates_that_are_due(trained):
 
     assert updates("matlm") == updates("per_layer") == updates("heads") == 8
     assert updates("joint") == updates("independent_S") == updates("independent_XL") == 2
+
+
+def parsed(*flags):
+    """The settings of the stages of the paper's 78M, by name."""
+    rows = ["--rows", "matlm,joint,independent"]
+    declared = command_line(matlm.EXPERIMENT, ["--preset", "78M", *rows, *flags])
+    matlm.EXPERIMENT.declare(declared)
+    return {node.name: node.parsed() for node in declared.nodes.values() if hasattr(node, "config")}
+
+
+@pytest.mark.parametrize(("flags", "full", "quarter"), [
+    ([], 4000, 1000), (["--model.warmup_steps=0.1"], 0.1, 0.1),
+])  # fmt: skip
+def test_fewer_steps_have_the_same_share_of_warmup(flags, full, quarter):
+    for name, settings in parsed(*flags).items():
+        shorter = name != "matlm"
+        assert settings.trainer.max_steps == (2384 if shorter else 9537), name
+        assert settings.model.init_args.warmup_steps == (quarter if shorter else full), name
+
+
+def test_tokens_are_those_of_all_devices():
+    settings = parsed("--trainer.devices=8", "--trainer.num_nodes=2")["matlm"]
+    stage = SimpleNamespace(settings=settings)
+    measuring = Measuring(0, {}, {"model": stage}, Path())
+    assert matlm_measures.tokens(measuring, "model") == 9537 * 16 * 16 * 8 * 1024
+
+
+def test_reports_say_how_many_tokens_are_scored(trained, made_elastic):
+    for folder in (trained.out, made_elastic.out):
+        # the first of the 1,500 has nothing before it
+        assert set(values(read(folder), "tokens scored").values()) == {1499}
+        assert "1,499 tokens from the beginning of" in (folder / "report.md").read_text()
+
+
+def test_points_of_the_scaling_law_are_granularities():
+    """Of all presets in the table, without the Mix'n'Match sizes between them."""
+    lines = [
+        Row("matlm", metric, value, size)
+        for place, size in enumerate(("S", "S*2+M*2", "M", "XL", "XL d32"))
+        for metric, value in {"loss": 3 - place, "non_embedding": place + 1, "tokens": 9}.items()
+    ]
+    presets = [tidy(lines, "matformer.matlm", preset, 0) for preset in ("78M", "180M")]
+    found = scaling.points(pd.concat(presets), "matlm")
+    assert sorted(zip(found["preset"], found["set"], strict=True)) == [
+        (preset, size) for preset in ("180M", "78M") for size in ("M", "S", "XL", "XL d32")
+    ]
 
 
 def test_orders_cost_the_same_and_search_is_within_the_budget(trained):

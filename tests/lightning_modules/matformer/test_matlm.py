@@ -232,6 +232,12 @@ def test_bad_settings_are_said_in_a_sentence(settings, said):
         module(**settings)
 
 
+def test_a_tokenizer_that_is_too_small_is_said(tmp_path, texts):
+    lm = MatLM(model_args={**SMALL, "vocab_size": 300}, fractions=FRACTIONS)
+    with pytest.warns(UserWarning, match="has 259 entries and the model embeds 300"):
+        trainer(tmp_path, 1).fit(lm, corpus(texts))
+
+
 def test_a_tokenizer_that_is_too_large_is_refused(tmp_path, texts):
     lm = MatLM(model_args={**SMALL, "vocab_size": 100}, fractions=FRACTIONS)
     with pytest.raises(ValueError, match="has 259 tokens and the model embeds 100"):
