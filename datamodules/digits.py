@@ -1,5 +1,6 @@
 """Handwritten digits that come with scikit-learn: real images where there is no network."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -90,7 +91,7 @@ class PairedDigitsData(DigitsData):
         )
 
 
-def paired(digits: list[Item], count: int, seed: int) -> list[Item]:
+def paired(digits: Sequence[Item], count: int, seed: int) -> list[Item]:
     """Random pairs of digits, side by side and twice as high, with their number's class.
 
     More pairs of one seed begin with the fewer.

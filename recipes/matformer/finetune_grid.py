@@ -1,10 +1,11 @@
 """Pre-train plain or nested, fine-tune plain or nested: the grid of Table 7.
 
 ViT → ViT pre-trains and fine-tunes an independent model at each size. ViT → MatViT makes a
-pre-trained plain XL elastic by fine-tuning alone (finetune.yaml says how to do that with any timm
-ViT). MatViT → ViT fine-tunes the XL of a nested pre-training as a plain model, MatViT → MatViT
-keeps it nested. At both stages a plain model trains for a quarter of the nested one's epochs, as in
-recipes.matformer.matvit.
+pre-trained plain XL elastic by fine-tuning alone, its neurons nested as they lie, as in the paper.
+ViT, sorted → MatViT, which is not in the paper, sorts them by importance before (finetune.yaml says
+how to do either with any timm ViT). MatViT → ViT fine-tunes the XL of a nested pre-training as a
+plain model, MatViT → MatViT keeps it nested. At both stages a plain model trains for a quarter of
+the nested one's epochs, as in recipes.matformer.matvit.
 
     python -m recipes.matformer.finetune_grid --jobs 2         digits 0-4, then 0-9: minutes
     python -m recipes.matformer.finetune_grid --preset small   tiny-imagenet, then CIFAR-10
@@ -12,30 +13,42 @@ recipes.matformer.matvit.
                                                                /data/imagenet21k, /data/imagenet
 """
 
-import pandas as pd
+from collections.abc import Mapping
+from itertools import islice
 
+import pandas as pd
+from safetensors.torch import save_file
+
+from lightning_modules.matformer import importance, reorder
 from lightning_modules.matformer.nest import GRANULARITIES
 from recipes.claims import Claim, Comparison
-from recipes.experiment import Experiment, Run
+from recipes.experiment import Experiment, Measuring, Run
 from recipes.matformer import matvit
+from recipes.matformer.submodels import load
 from recipes.messages import console
+from recipes.nodes import Artifact, Node, device
 from recipes.plots import scatter
 from recipes.provenance import provenance
+from recipes.results import Row
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
 
 ROWS = {
     "vit_vit": "ViT → ViT",
     "vit_matvit": "ViT → MatViT",
+    "sorted_matvit": "ViT, sorted → MatViT",
     "matvit_vit": "MatViT → ViT",
     "matvit_matvit": "MatViT → MatViT",
 }
 TABLE_7 = {  # the paper's ImageNet-1K top-1, % (S, M, L, XL of L/16)
     "vit_vit": ("84.42", "85.02", "85.12", "85.26"),
     "vit_matvit": ("82.10", "82.79", "84.27", "85.57"),
+    "sorted_matvit": ("", "", "", ""),
     "matvit_vit": ("", "", "", "85.58"),
     "matvit_matvit": ("84.41", "85.02", "85.40", "85.61"),
 }
+SORTED = "sorted.safetensors"
+BATCHES = 8  # of training images, on which importance is measured
 
 
 def declare(run: Run) -> None:
@@ -44,13 +57,16 @@ def declare(run: Run) -> None:
     for seed in run.seeds:
         for row in rows:
             before, after = row.split("_")
+            start: Mapping[str, Node | Artifact]
             if row == "vit_vit":
                 start = matvit.independents(run, "pretrain", seed, "pretrain")
             elif before == "matvit":
                 start = {"XL": run.stage("pretrain_matvit", "pretrain", seed)}
             else:
                 plain = matvit.independents(run, "pretrain", seed, "pretrain", only="XL")
-                start = {"XL": plain["XL"]}
+                start = plain
+                if before == "sorted":
+                    start = {"XL": run.measure("sorted", seed, sort, {**plain}) / SORTED}
             if after == "matvit":
                 begin = {"model.init_from": start["XL"]}
                 model = run.stage(f"finetune_{row}", "finetune", seed, varied=begin)
@@ -60,6 +76,15 @@ def declare(run: Run) -> None:
             only = "" if len(start) > 1 else "XL"
             models = matvit.independents(run, "finetune", seed, f"finetune_{row}", start, only)
             run.measure(f"score {row}", seed, matvit.measure_alone, models, {"row": row})
+
+
+def sort(m: Measuring) -> list[Row]:
+    """Write a plain model's weights with the neurons in order of importance on training images."""
+    data, model = m.datamodule("XL"), load(m.stages["XL"].checkpoint)
+    images = (images.to(device()) for images, _ in islice(data.train_dataloader(), BATCHES))
+    reorder(model, importance(model, images))
+    save_file(model.state_dict(), m.folder / SORTED)
+    return []
 
 
 def report(table: pd.DataFrame, run: Run) -> list[str]:
@@ -75,7 +100,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         main.notes,
     )
     costs = {"parameters": "parameters (without classifier)"}
-    joined = ["vit_matvit", "matvit_matvit"]
+    joined = ["vit_matvit", "sorted_matvit", "matvit_matvit"]
     scatter(table, run.out / "finetune_grid.png", "accuracy", costs, titles=titles, joined=joined,
             scale=100, ylabel="validation accuracy, %")  # fmt: skip
     sizes = tabulate(table, list(GRANULARITIES), matvit.size_costs(next(iter(titles))), index="set")

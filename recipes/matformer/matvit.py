@@ -29,7 +29,7 @@ from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.matformer.submodels import halves, ladder, load, rows_of, score, submodel
 from recipes.messages import console
-from recipes.nodes import Node, Stage
+from recipes.nodes import Artifact, Node, Stage
 from recipes.plots import scatter
 from recipes.provenance import provenance
 from recipes.results import Row, select, unique
@@ -117,7 +117,7 @@ def independents(
     config: str,
     seed: int,
     prefix: str = "independent",
-    start: Mapping[str, Node] | None = None,
+    start: Mapping[str, Node | Artifact] | None = None,
     only: str = "",
 ) -> dict[str, Stage]:
     """Plain models of the four sizes, trained for X epochs each.

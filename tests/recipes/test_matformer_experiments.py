@@ -1,6 +1,8 @@
 """The experiments on MatViT: what each stage trains and on how much, and the tiny runs."""
 
+import copy
 import math
+from itertools import islice
 
 import numpy as np
 import pandas as pd
@@ -8,9 +10,13 @@ import pytest
 import torch
 from PIL import Image
 
+from lightning_modules.matformer import importance
+from lightning_modules.weights import load_weights
 from recipes.claims import NOT_JUDGED, SUPPORTED, judge
 from recipes.cli import parse, presets
 from recipes.matformer import finetune_grid, heads, matvit, probabilities, retrieval
+from recipes.matformer.submodels import load
+from recipes.nodes import finished
 from recipes.records import read_history, read_record
 from recipes.results import Row, read, select, tidy
 from recipes.runner import command_line
@@ -184,6 +190,25 @@ def check_updates(run):
         state = torch.load(node.folder / "checkpoints" / "last.ckpt", weights_only=True)
         assert state["global_step"] == batches * epochs, node.name
         assert read_record(node.folder)["finished"]
+
+
+def test_sorting_changes_the_order_and_not_the_function(out):
+    run = finetune_grid.main(["--out", str(out), *SHORT])
+    plain = load(run.out / "seed0" / "pretrain_XL" / "checkpoints" / "last.ckpt")
+    in_order = copy.deepcopy(plain)
+    file = run.out / "seed0" / "sorted" / finetune_grid.SORTED
+    assert not load_weights(in_order, file).missing
+    first = plain.blocks[0].mlp.fc1.weight
+    assert not torch.equal(in_order.blocks[0].mlp.fc1.weight, first)
+    images = torch.randn(4, 3, 8, 8, device=first.device)
+    assert torch.allclose(in_order(images), plain(images), atol=1e-5)
+    (pretrained,) = (n for n in run.nodes.values() if n.name == "pretrain_XL")
+    batches = islice(finished(pretrained).datamodule().train_dataloader(), finetune_grid.BATCHES)
+    scores = importance(in_order, (images.to(first.device) for images, _ in batches))["ffn"]
+    for values in scores.values():
+        assert torch.allclose(values, values.sort(descending=True).values, rtol=1e-4)
+    started = [n for n in run.nodes.values() if n.name == "finetune_sorted_matvit"]
+    assert [n.parsed().model.init_args.init_from for n in started] == [str(file)]
 
 
 def test_what_is_scored_is_the_validation_part(out):
