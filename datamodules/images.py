@@ -269,7 +269,7 @@ class ImageData(PartsData):
             limit = self.per_class
             train, rest = draw_per_class(train, lambda n: min(n, limit), self.seed)
             self._drawn |= {"train"} if rest else set()
-            if (count := self.val_per_class) is not None:
+            if (count := self.val_per_class) is not None and rest:
                 val, _ = draw_per_class(rest, lambda n: min(n, count), self.seed)
                 self._drawn |= {"val"}
         self._sets["train"] = ImageSet(train, self.read, *self.train_transform())

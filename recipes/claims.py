@@ -68,14 +68,20 @@ class Comparison:
 
     def side(self, table: pd.DataFrame, one: str | Where) -> pd.Series:
         """One side's values by seed."""
-        conditions = {"row": one} if isinstance(one, str) else dict(one)
-        return by_seed(table, self.metric, {**self.where, **conditions}, self.mean_over)
+        return by_seed(table, self.metric, {**self.where, **_conditions(one)}, self.mean_over)
+
+    def _lines(self, table: pd.DataFrame, one: str | Where) -> pd.DataFrame:
+        where = {"metric": self.metric, "x": None, **self.where, **_conditions(one)}
+        return select(table, where)
 
     def difference(self, table: pd.DataFrame) -> Difference:
-        """a − b, or a alone."""
-        return difference(
-            self.side(table, self.a), 0.0 if self.b is None else self.side(table, self.b)
-        )
+        """a − b, or a alone; a mean is over what was measured of both."""
+        if self.b is None:
+            return difference(self.side(table, self.a), 0.0)
+        if self.mean_over:
+            found = [set(self._lines(table, one)[self.mean_over]) for one in (self.a, self.b)]
+            table = table[table[self.mean_over].isin(found[0] & found[1])]
+        return difference(self.side(table, self.a), self.side(table, self.b))
 
     def verdict(self, compared: Difference) -> str:
         """The word for a measured difference."""
@@ -179,6 +185,10 @@ def judge(claim: Claim, table: pd.DataFrame) -> tuple[str, str, str]:
         else f"more than {MOST_SEEDS} seeds would be needed"
     )
     return UNDECIDED, measured, "; ".join(part for part in (missing, left_out) if part)
+
+
+def _conditions(side: str | Where) -> Where:
+    return {"row": side} if isinstance(side, str) else side
 
 
 def _several(comparisons: Comparison | Sequence[Comparison] | None) -> list[Comparison]:

@@ -26,7 +26,7 @@ import pandas as pd
 from recipes import cli
 from recipes.flags import Flags
 from recipes.nodes import Later, Measure, Measurement, Measuring, Node, Stage
-from recipes.records import Finished, at, type_of
+from recipes.records import Finished, at, best, type_of
 
 __all__ = ["Experiment", "Measuring", "Run"]
 
@@ -117,8 +117,8 @@ class Run:
                 if any(metric not in trial.history for trial in trials):
                     known = ", ".join(trials[0].history)
                     raise ValueError(f"{metric} was not logged: expected one of {known}")
-                best = pick(trials, key=lambda trial: pick(trial.history[metric]))
-                return at(best.settings, key)
+                chosen = pick(trials, key=lambda trial: best(trial.history[metric], mode))
+                return at(chosen.settings, key)
 
             return read
 

@@ -1,5 +1,6 @@
 """Scores of tuned models, their costs, and the majority class that they have to beat."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -8,7 +9,7 @@ import torch
 
 from lightning_modules.vera.scores import classification_scores
 from recipes.experiment import Measuring
-from recipes.records import Finished, at
+from recipes.records import Finished, at, best
 from recipes.results import Row
 from recipes.tables import COLLAPSED
 
@@ -25,15 +26,16 @@ def measure_score(m: Measuring) -> Iterator[Row]:
     data = stage.datamodule()
     if part == "val":
         logged = stage.history[f"val/{metric}"]
-        best = logged.index(max(logged))
+        place = logged.index(top) if (top := best(logged)) in logged else 0
         scores = {
-            name: stage.history[f"val/{name}"][best]
+            name: stage.history[f"val/{name}"][place]
             for name in (metric, COLLAPSED)
             if f"val/{name}" in stage.history
         }
     else:
         scores = scores_on_test(stage.module(), data)
-    values = {"score": scores[metric]}
+    # the correlation of a constant answer is no number: it is worth as much as the majority class
+    values = {"score": 0.0 if math.isnan(scores[metric]) else scores[metric]}
     if COLLAPSED in scores:
         values[COLLAPSED] = scores[COLLAPSED]
     values |= {**costs(stage, data), "scored": len(data.samples(part))}
@@ -60,7 +62,7 @@ def best_of(
     pick = max if mode == "max" else min
     if len(trials) == 1:
         return trials[0]
-    return pick(trials, key=lambda trial: pick(trial.history[metric]))
+    return pick(trials, key=lambda trial: best(trial.history[metric], mode))
 
 
 def scores_on_test(module: Any, data: Any) -> dict[str, float]:

@@ -4,8 +4,9 @@ import csv
 import hashlib
 import importlib
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -139,6 +140,12 @@ def type_of(settings: Any) -> Any:
     """The class that a parsed stage names as its model or data."""
     module, _, name = settings.class_path.rpartition(".")
     return getattr(importlib.import_module(module), name)
+
+
+def best(values: Sequence[float], mode: str = "max") -> float:
+    """The best of a metric's values; NaN, as of a collapsed run, is the worst."""
+    sign = 1 if mode == "max" else -1
+    return sign * max(sign * one if math.isfinite(one) else -math.inf for one in values)
 
 
 def read_record(folder: Path) -> dict[str, Any]:

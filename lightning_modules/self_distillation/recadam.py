@@ -150,10 +150,10 @@ def require_annealing(optimizer: RecAdam, warmup: float) -> None:
         warmup: steps of warm-up.
 
     Raises:
-        ValueError: if t0 lies within warm-up, so that λ is above 1/2 at its end.
+        ValueError: if t0 lies within warm-up or at its end, so that λ is 1/2 or more there.
     """
     for group in optimizer.param_groups:
-        if group["anchored"] and group["anneal_t0"] < warmup:
+        if group["anchored"] and group["anneal_t0"] <= warmup:
             raise ValueError(
                 f"RecAdam's anneal_t0 is {group['anneal_t0']:g} and warm-up takes {warmup:g} "
                 "steps: it would be plain Adam before training begins; set "

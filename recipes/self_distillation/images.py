@@ -95,6 +95,54 @@ image = data.eval_transform()(read_image("new.jpg"))
 print(data.class_names[model(image[None]).argmax()])
 """
 
+
+def by_steps(few: int, many: int) -> list[Claim]:
+    """The claims of Fig. 1 between two numbers of further pre-training steps."""
+    return [
+        Claim(
+            name=f"{many:,} steps are worse",
+            paper="self-distillation",
+            where="Fig. 1",
+            sentence=f"Many steps of further pre-training ({many:,}) give a lower test accuracy "
+            f"than few ({few:,}).",
+            number="CUB, 20k to 60k steps: towards 52",
+            test=Comparison(
+                "accuracy", {"row": "further", "x": few}, {"row": "further", "x": many}, **POINTS
+            ),
+        ),
+        Claim(
+            name=f"{many:,} steps with distillation",
+            paper="self-distillation",
+            where="Fig. 1",
+            sentence=f"At many steps ({many:,}), self-distillation beats further pre-training.",
+            number="CUB: 58 against 52 at 60k",
+            test=Comparison(
+                "accuracy",
+                {"row": "self_distillation", "x": many},
+                {"row": "further", "x": many},
+                **POINTS,
+            ),
+        ),
+    ]
+
+
+def few_examples(count: int) -> Claim:
+    """The claim of Fig. 3 at the smallest number of labelled images."""
+    return Claim(
+        name=f"{count:,} examples",
+        paper="self-distillation",
+        where="Fig. 3",
+        sentence=f"With few examples ({count:,}), self-distillation beats fine-tuning alone.",
+        number="CIFAR-100, 1,000 examples: 13 points",
+        test=Comparison(
+            "score_by_size",
+            {"row": "self_distillation", "x": count},
+            {"row": "finetune", "x": count},
+            scale=100,
+        ),
+    )
+
+
 GATES = gates("accuracy")
 CLAIMS = [
     *over(
@@ -146,43 +194,8 @@ CLAIMS = [
         gate=GATES,
     ),
     *near(GATES),
-    Claim(
-        name="more steps are worse",
-        paper="self-distillation",
-        where="Fig. 1",
-        sentence="Many steps of further pre-training (3,200) give a lower test accuracy than few "
-        "(100).",
-        number="CUB, 20k to 60k steps: towards 52",
-        test=Comparison(
-            "accuracy", {"row": "further", "x": 100}, {"row": "further", "x": 3200}, **POINTS
-        ),
-    ),
-    Claim(
-        name="more steps with distillation",
-        paper="self-distillation",
-        where="Fig. 1",
-        sentence="At many steps (3,200), self-distillation beats further pre-training.",
-        number="CUB: 58 against 52 at 60k",
-        test=Comparison(
-            "accuracy",
-            {"row": "self_distillation", "x": 3200},
-            {"row": "further", "x": 3200},
-            **POINTS,
-        ),
-    ),
-    Claim(
-        name="few examples",
-        paper="self-distillation",
-        where="Fig. 3",
-        sentence="With few examples (100), self-distillation beats fine-tuning alone.",
-        number="CIFAR-100, 1,000 examples: 13 points",
-        test=Comparison(
-            "score_by_size",
-            {"row": "self_distillation", "x": 100},
-            {"row": "finetune", "x": 100},
-            scale=100,
-        ),
-    ),
+    *(claim for few, many in ((100, 3200), (5000, 60000)) for claim in by_steps(few, many)),
+    *(few_examples(count) for count in (100, 1000)),
 ]
 
 

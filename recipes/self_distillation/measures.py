@@ -55,6 +55,7 @@ def score(m: Measuring) -> Iterator[Row]:
         prefix = "" if part == "test" else f"{part}_"
         for metric, value in values.items():
             yield row(f"{prefix}{metric}", value)
+    yield row("score", scores["test"][s["metric"]])
     yield row("gap", scores["test"]["loss"] - scores["train"]["loss"])
     gone = distance(encoder(checkpoint, s["kind"]), original_encoder(m))
     yield row("distance", gone)

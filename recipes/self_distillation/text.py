@@ -76,10 +76,10 @@ options = {"truncation": True, "max_length": data.max_length, "return_tensors": 
 print(data.class_names[model(dict(data.tokenizer(["a new text"], **options))).argmax()])
 """
 
-GATES = gates("f1")
+GATES = gates("score")  # each set's own metric, as Table 2 has it
 CLAIMS = [
     *over(
-        "f1",
+        "score",
         "Table 2",
         {
             "further": "SciERC 81.79 ± 0.75 against 80.32 ± 1.25",
@@ -95,10 +95,10 @@ CLAIMS = [
         where="Table 2",
         sentence="On text, further pre-training beats fine-tuning alone.",
         number="SciERC 80.32 ± 1.25 against 76.63 ± 2.06",
-        test=Comparison("f1", "further", "finetune", **POINTS),
+        test=Comparison("score", "further", "finetune", **POINTS),
         gate=GATES[0],
     ),
-    *over("f1", "Table 3", {"without_mae": "SciERC 81.79 against 80.66"}),
+    *over("score", "Table 3", {"without_mae": "SciERC 81.79 against 80.66"}),
     *near(GATES),
 ]
 

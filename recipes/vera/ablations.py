@@ -233,7 +233,8 @@ def sweep_report(
         f"**Ranks** {paper}: median over seeds and, in brackets, lowest and highest."
         + (
             " At equal time: the score on the validation part when the row with the shortest "
-            "training has ended."
+            "training has ended. Its learning rate has by then fallen to zero and the others' "
+            "have not, which favours it."
             if timed
             else ""
         ),

@@ -202,7 +202,8 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         f"# Instruction tuning by VeRA and LoRA, preset {run.preset}",
         provenance(run, table),
         "Loss in nats per token of held-out responses, perplexity its exponential; mean ± standard "
-        "deviation over seeds. All methods start from the same model, which the first row has.",
+        "deviation over seeds. All methods start from the same model, which the first row has. "
+        "Where learning rates are tried, the same responses choose them.",
         tabulate(table, {START: "the start", **TITLES}, columns, heading="method").markdown(),
         "The first seed's answers are in seed0/Alpaca_*.answers/judging/: question.jsonl and "
         "model_answer/*.jsonl are files of FastChat's `llm_judge`; answers are decoded greedily.",

@@ -7,7 +7,7 @@ its sets, the tasks or data sets that they train on:
       vera: {model.rank: 256, model.lr: 2.0e-2}
     sets:
       RTE: {data.task: RTE, trainer.max_epochs: 20, vera: {model.lr: 1.0e-2}}
-    tuning:  # optional: learning rates to choose among, as many trials for every row
+    tuning:  # optional: learning rates to choose among, as many trials for every row or method
       settings: {}  # of the trials, so that they are judged on data that no report scores
       trials: {vera: {model.lr: [5.0e-3, 2.0e-2]}}
 """
@@ -80,7 +80,10 @@ def train(
     settings = settings_of(grid, row, name)
     fixed = {key: settings.pop(key) for key in (METHOD, *varied) if key in settings}
     tuning = grid.get("tuning", {})
-    for key, values in tuning.get("trials", {}).get(row, {}).items():
+    trials_of = tuning.get("trials", {})
+    of_method = trials_of.get(fixed[METHOD], {})  # for a variant, unless it has a value of its own
+    of_variant = {key: ones for key, ones in of_method.items() if key not in grid["rows"][row]}
+    for key, values in trials_of.get(row, of_variant).items():
         before = {**settings, **tuning.get("settings", {})}
         before.pop(key, None)
         label = key.rpartition(".")[2]

@@ -112,6 +112,16 @@ class TestGate:
         reason = judge(claim(A_B, Comparison("accuracy", "xl", "t")), self.rows)[2]
         assert reason == "the gate is shut: accuracy xl − t = not measured"
 
+    def test_a_mean_is_over_the_sets_that_both_rows_have(self):
+        """Table 6 has most variants on two of the tasks, and the default on all."""
+        rows = table(
+            RTE_default=[0.8, 0.81], RTE_variant=[0.6, 0.61], RTE_unique=[0.8, 0.8],
+            CoLA_default=[0.1, 0.1], CoLA_unique=[0.1, 0.1],
+        )  # fmt: skip
+        test = Comparison("accuracy", "default", "variant", mean_over="set")
+        compared = test.difference(rows)
+        assert compared.n == 2 and compared.mean == pytest.approx(0.2)
+
     def test_a_mean_is_over_the_sets_that_the_gate_lets_through(self):
         rows = table(
             RTE_vera=[0.7, 0.72, 0.71], RTE_lora=[0.6, 0.61, 0.62],

@@ -80,6 +80,13 @@ CHANGES = {
 }
 
 
+def test_no_setting_is_chosen_on_test_images():
+    found = stages(declared("images", "--preset", "paper", "--rows", "mars"))
+    cub, dogs = (found[f"{name} mars trial 1"] for name in ("CUB", "Dogs"))
+    assert cub["data.val_fraction"] == 0.1
+    assert (dogs["data.val"], dogs["data.test"]) == (None, "val") and dogs["data.val_fraction"] > 0
+
+
 @pytest.mark.parametrize("kind", TABLE_9)
 def test_the_paper_preset_is_table_9(kind):
     """Every stage of every row, so that no baseline has another budget than the method."""
