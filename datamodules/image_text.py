@@ -169,13 +169,16 @@ class ImageTextData(PartsData):
             },
         }
 
-    def tokens(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        """Texts as one padded batch: `input_ids` and `attention_mask`, (T, L)."""
+    def tokens(self, texts: Sequence[str], cleaned: bool = True) -> dict[str, Tensor]:
+        """Texts as one padded batch: `input_ids` and `attention_mask`, (T, L).
+
+        Captions and questions are cleaned by `plain`, as in ALBEF; answers are taken as they are.
+        """
         rows = [
             {key: encoded[key] for key in ("input_ids", "attention_mask")}
             for encoded in (
-                self.tokenizer(plain(text), truncation=True, max_length=self.max_length)
-                for text in texts
+                self.tokenizer(text, truncation=True, max_length=self.max_length)
+                for text in (map(plain, texts) if cleaned else texts)
             )
         ]
         return pad(rows, filling(self.tokenizer))

@@ -105,9 +105,9 @@ class VQAData(ImageTextData):
     or one text as in Visual Genome's) and answer_list.json. Batches: `images`, `input_ids`,
     `attention_mask`; to train, for all S answers of the batch concatenated, `answer_ids` and
     `answer_mask` (S, A), `answer_row` (S,), the question of each, and `answer_weight` (S,), the
-    share of people who gave it; to evaluate, `candidate_ids` and `candidate_mask` (C, A), `scores`
-    (B, C), VQA's accuracy of each candidate, and `labels` (B,), the question's place, -100 where a
-    rank had to be filled up.
+    share of people who gave it (a half for a single answer); to evaluate, `candidate_ids` and
+    `candidate_mask` (C, A), `scores` (B, C), VQA's accuracy of each candidate, and `labels` (B,),
+    the question's place, -100 where a rank had to be filled up.
 
     Args:
         answer_list: file of the candidates, relative to root.
@@ -170,7 +170,7 @@ class VQASet(Dataset):
         self.data, self.entries, self.training = data, entries, training
         if not training:
             self.places = {answer: place for place, answer in enumerate(data.candidates)}
-            self.candidates = data.tokens(data.candidates)
+            self.candidates = data.tokens(data.candidates, cleaned=False)
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -200,11 +200,12 @@ class VQASet(Dataset):
             }
             return {**batch, **candidates, "scores": scores}
         given = [
-            (row, answer, count / len(entry.answers))
+            # ALBEF gives a single answer, such as Visual Genome's, half the weight
+            (row, answer, count / max(len(entry.answers), 2))
             for row, entry in enumerate(entries)
             for answer, count in Counter(entry.answers).items()
         ]
-        answers = self.data.tokens([answer for _, answer, _ in given])
+        answers = self.data.tokens([answer for _, answer, _ in given], cleaned=False)
         return {
             **batch,
             "answer_ids": answers["input_ids"],

@@ -102,6 +102,8 @@ class AlbefModule(L.LightningModule):
                 "weights"
             )
         tune(model, h.tuning, self.heads, h.lora_rank, LORA_TARGETS)
+        if isinstance(temperature := getattr(model, "temp", None), nn.Parameter):
+            temperature.requires_grad_(True)  # it belongs to the contrastive heads
         momentum = Momentum(model, h.decay)
         if self.device_mesh is not None:
             mesh = self.device_mesh["data_parallel"]

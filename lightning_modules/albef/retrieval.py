@@ -13,7 +13,6 @@ from torch import Tensor
 from lightning_modules.albef.model import RetrievalModel
 from lightning_modules.albef.momentum import gather
 
-BEHIND = 1e4  # subtracted from the similarity of keys that are not re-ranked, to rank them last
 CHUNK = 256  # pairs fused at a time
 
 
@@ -136,8 +135,9 @@ def rerank(
         states, mask, context = (part.to(device) for part in rows_of)
         logits = model.match(model.fuse(states, mask, context)).float()
         matches.append((logits[:, 1] - logits[:, 0]).to(similarity.device))
-    scores = similarity - BEHIND
-    return scores.scatter(1, top, torch.cat(matches).view(-1, k).to(scores))
+    matched = torch.cat(matches).view(-1, k).to(similarity)
+    behind = similarity - similarity.max() + matched.min() - 1  # below all that are re-ranked
+    return behind.scatter(1, top, matched)
 
 
 def rerank_on_all_ranks(

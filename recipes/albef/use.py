@@ -109,7 +109,7 @@ def ask(
     """
     module, data, description = load(checkpoint, VQA)
     answers = list(answers or description["answers"])
-    candidates, asked = data.tokens(answers), data.tokens([question])
+    candidates, asked = data.tokens(answers, cleaned=False), data.tokens([question])
     batch = {
         "images": data.transform(training=False)(read_picture(Path(picture)))[None],
         **asked,

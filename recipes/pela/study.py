@@ -238,7 +238,7 @@ class Study:
         trials = self.grid["trials"].get(row, [])
         first = next(iter(self.grid["models"]))
         if not trials or self.name != first:
-            return {}
+            return dict(self.grid["untried"].get(row, {}))
         study = self if self.seed == 0 else Study(self.run, self.name, 0, self.grid, self.rows)
         limits = self.grid["trial"]
         weights = study.dense_weights(f"{self.name}-trial-dense", **held_out(limits))

@@ -50,6 +50,18 @@ def test_where_pre_training_starts(preset):
     assert start is (stages["retrieval_frozen"] if preset == "small" else None)
 
 
+@pytest.mark.parametrize("preset", ["small", "paper"])
+def test_every_row_of_a_claim_is_run(preset):
+    rows = command_line(compression.EXPERIMENT, ["--preset", preset]).grid("compression_grid")["rows"]
+    named = {
+        side.partition("_")[0]
+        for claim in compression.CLAIMS
+        for test in (claim.test, *claim.gate)
+        for side in (test.a, test.b)
+    }
+    assert "frozen" in named and named <= set(rows)
+
+
 def test_every_part_has_its_scores(run):
     table = read(run.out)
     ranked, others = {"retrieval", compression.ZERO_SHOT}, {"entailment", "vqa", "grounding"}
