@@ -136,7 +136,8 @@ def rerank(
         logits = model.match(model.fuse(states, mask, context)).float()
         matches.append((logits[:, 1] - logits[:, 0]).to(similarity.device))
     matched = torch.cat(matches).view(-1, k).to(similarity)
-    behind = similarity - similarity.max() + matched.min() - 1  # below all that are re-ranked
+    # the others lie below a query's re-ranked keys, near enough for float32 to keep their order
+    behind = similarity - similarity.amax(1, keepdim=True) + matched.amin(1, keepdim=True) - 1
     return behind.scatter(1, top, matched)
 
 

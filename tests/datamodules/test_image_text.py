@@ -12,7 +12,7 @@ from PIL import Image
 from datamodules import CaptionData, EntailmentData, GroundingData, VQAData
 from datamodules.captions import plain, read_captions
 from datamodules.grounding import read_refs
-from datamodules.image_text_tasks import vqa_scores
+from datamodules.image_text_tasks import Asked, VQASet, vqa_scores
 from datamodules.shapes import COLOURS, write
 
 COUNTS = {"train": 12, "val": 5, "test": 4}
@@ -122,6 +122,11 @@ def test_questions_and_their_answers(folder):
     batch = batches(data, "train")[0]
     assert batch["answer_row"].tolist() == [0, 1, 2, 3]
     assert batch["answer_weight"].tolist() == [1.0] * 4
+    one = VQASet(data, [Asked("x.png", "how much?", 0, ("red-blue",))], training=True)
+    collated = one.collate([{"image": torch.zeros(3, 8, 8), "entry": one.entries[0], "labels": 0}])
+    assert collated["answer_weight"].tolist() == [0.5]  # as ALBEF weighs Visual Genome's
+    raw = data.tokenizer("red-blue")["input_ids"]  # questions lose their punctuation, answers not
+    assert collated["answer_ids"][0].tolist() == raw != data.tokenizer("red blue")["input_ids"]
     for batch in batches(data, "val"):
         assert batch["scores"].shape[1] == len(data.candidates) == len(batch["candidate_ids"])
         assert batch["scores"].sum(1).tolist() == [1.0] * len(batch["scores"])

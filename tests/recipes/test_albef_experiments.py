@@ -52,14 +52,16 @@ def test_where_pre_training_starts(preset):
 
 @pytest.mark.parametrize("preset", ["small", "paper"])
 def test_every_row_of_a_claim_is_run(preset):
-    rows = command_line(compression.EXPERIMENT, ["--preset", preset]).grid("compression_grid")["rows"]
+    rows = command_line(compression.EXPERIMENT, ["--preset", preset]).grid("compression_grid")[
+        "rows"
+    ]
     named = {
         side.partition("_")[0]
         for claim in compression.CLAIMS
         for test in (claim.test, *claim.gate)
         for side in (test.a, test.b)
     }
-    assert "frozen" in named and named <= set(rows)
+    assert "frozen" in named and named <= set(run.grid("compression_grid")["rows"])
 
 
 def test_every_part_has_its_scores(run):
