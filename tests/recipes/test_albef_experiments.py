@@ -52,9 +52,7 @@ def test_where_pre_training_starts(preset):
 
 @pytest.mark.parametrize("preset", ["small", "paper"])
 def test_every_row_of_a_claim_is_run(preset):
-    rows = command_line(compression.EXPERIMENT, ["--preset", preset]).grid("compression_grid")[
-        "rows"
-    ]
+    run = command_line(compression.EXPERIMENT, ["--preset", preset])
     named = {
         side.partition("_")[0]
         for claim in compression.CLAIMS
