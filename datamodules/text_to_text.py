@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch.utils.data import Dataset
 
-from datamodules.loading import data_folder
+from datamodules.loading import data_folder, hold_out
 from datamodules.prompted import PromptedData
 from datamodules.tables import open_lines, read_table
 from datamodules.tokens import encode, filling, framed, pad
@@ -54,6 +54,9 @@ class TextToTextData(PromptedData):
             (required for "columns"); without test, val is tested.
         encoder_decoder: the model is one, such as T5.
         target_length: tokens of a target beyond this many are cut off.
+        val_fraction: share of the training inputs, drawn by `seed`, that is held out to validate on
+            instead of the val file, which then is only tested (NQ-Open, which has no test file); an
+            input's answers stay together. 0 holds nothing out.
         **kwargs: see `TokenizedData`.
     """
 
@@ -64,6 +67,7 @@ class TextToTextData(PromptedData):
         files: dict[str, str] | None = None,
         encoder_decoder: bool = False,
         target_length: int = 64,
+        val_fraction: float = 0.0,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -74,10 +78,28 @@ class TextToTextData(PromptedData):
                 f"files is {files}, expected the names of your train and val files: set "
                 '--data.files \'{"train": "train.csv", "val": "val.csv"}\'.'
             )
+        if not 0 <= val_fraction < 1:
+            raise ValueError(
+                f"val_fraction is {val_fraction}, expected a share from 0 to below 1: leave it at "
+                "0 to validate on the val file."
+            )
+        self.val_fraction = val_fraction
         self.form, self.root, self.names = form, root, {**FILES[form], **(files or {})}
         self.encoder_decoder, self.target_length = encoder_decoder, target_length
 
     def load(self, part: str) -> list[Pair]:
+        if self.drawn(part):
+            pairs = self._official("train")
+            texts = list(dict.fromkeys(pair.text for pair in pairs))
+            train, val = hold_out(texts, self.val_fraction, self.seed)
+            kept = set(train if part == "train" else val)
+            return [pair for pair in pairs if pair.text in kept]
+        return self._official(part)
+
+    def drawn(self, part: str) -> bool:
+        return self.val_fraction > 0 and part in ("train", "val")
+
+    def _official(self, part: str) -> list[Pair]:
         name = self.names.get(part) or self.names["val"]
         return list(READERS[self.form](data_folder(self.root, self.form) / name))
 

@@ -81,7 +81,9 @@ def tune(
         targets: layers of peft's methods, by the ends of their names.
         alpha: LoRA's scale is alpha / rank; None for alpha = rank.
         **further: `vectors` and `vector_length` of VB-LoRA's bank; `seed` of RandLoRA's matrices,
-            APET's positions or a prompt's initial values; APET's `budget` and `operations`.
+            APET's positions or a prompt's initial values; APET's `budget` and `operations`;
+            `norms`, false to leave the layer norms out of "adapter_h" and "adapter_d"; `pooler`,
+            false to leave a pooler's bias out of "bitfit".
 
     Returns:
         The same model.
@@ -110,15 +112,11 @@ def tune(
         return attach(model, Apet(prompt(rank), heads=tuple(heads), **further))
     model.requires_grad_(method == "full")
     if method == "bitfit":
-        biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
-        if not biases:
-            attach(model, Apet(bitfit(model, heads), heads=tuple(heads)))
-        for bias in biases:
-            bias.requires_grad_(True)
+        _train_biases(model, heads, **further)
     elif method in PEFT:
         _add_peft(model, method, rank, targets, rank if alpha is None else alpha, **further)
     elif method.startswith("adapter"):
-        _add_adapters(model, method, rank)
+        _add_adapters(model, method, rank, **further)
     for head in heads:
         model.get_submodule(head).requires_grad_(True)
     return model
@@ -127,6 +125,14 @@ def tune(
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that train, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _train_biases(model: nn.Module, heads: Sequence[str], pooler: bool = True) -> None:
+    biases = {name: p for name, p in model.named_parameters() if name.endswith("bias")}
+    if not biases:
+        attach(model, Apet(bitfit(model, heads), heads=tuple(heads)))
+    for name, bias in biases.items():
+        bias.requires_grad_(pooler or "pooler" not in name.split("."))
 
 
 def _add_peft(
@@ -185,7 +191,7 @@ class Bottleneck(nn.Module):
         return x + self.up(self.act(self.down(self.norm(x))))
 
 
-def _add_adapters(model: nn.Module, method: str, rank: int) -> None:
+def _add_adapters(model: nn.Module, method: str, rank: int, norms: bool = True) -> None:
     attention = [n for n, _ in model.named_modules() if n.endswith(ATTENTION_OUT)]
     feed_forward = [
         n for n, _ in model.named_modules() if n.endswith(FEED_FORWARD_OUT) and n not in attention
@@ -203,7 +209,7 @@ def _add_adapters(model: nn.Module, method: str, rank: int) -> None:
         places = attention + feed_forward
         for module in model.modules():
             if isinstance(module, nn.LayerNorm):
-                module.requires_grad_(True)
+                module.requires_grad_(norms)
     for name in places:
         layer: Any = model.get_submodule(name)
         if type(layer) is nn.Sequential:  # a low-rank layer: behind its second half

@@ -104,6 +104,12 @@ def attach(model: nn.Module, record: Apet) -> nn.Module:
                 f"{name} is a {type(modules.get(name)).__name__} of this {type(model).__name__}: "
                 "expected a plain linear layer (nn.Linear or Conv1D)"
             )
+    for name in placement.bias:
+        if modules[name]._parameters.get("bias") is not None:
+            raise ValueError(
+                f"{name} has a bias already, which a new one would replace: name {name}.bias in "
+                "Placement.add instead"
+            )
     model.requires_grad_(False)
     changed: dict[nn.Module, set[str]] = defaultdict(set)
     for name in (*placement.concat, *placement.plug, *placement.bias):

@@ -239,7 +239,7 @@ def bitfit(model: nn.Module, heads: Sequence[str] = ()) -> Placement:
         ValueError: if the model has neither biases nor linear layers.
     """
     biases: dict[str, Tensor | None] = {
-        name: None for name in body_parameters(model, heads) if name.split(".")[-1] == "bias"
+        name: None for name in body_parameters(model, heads) if name.endswith("bias")
     }
     missing: tuple[str, ...] = ()
     if not biases:

@@ -21,6 +21,8 @@ class MethodArgs(TypedDict, total=False):
         vector_length: length of those vectors.
         budget: number of parameters that APET trains.
         operations: kinds of APET's parameters: "add", "concat", "plug".
+        norms: false to freeze the layer norms, which adapters train besides (Houlsby et al.).
+        pooler: false to freeze the bias of a pooler, which BitFit trains with the others.
     """
 
     d_init: float
@@ -33,6 +35,8 @@ class MethodArgs(TypedDict, total=False):
     vector_length: int
     budget: int
     operations: list[str]
+    norms: bool
+    pooler: bool
 
 
 ARGUMENTS = {
@@ -41,6 +45,9 @@ ARGUMENTS = {
     "lora_fa": ("alpha",),
     "randlora": ("alpha", "seed"),
     "vblora": ("vectors", "vector_length"),
+    "adapter_h": ("norms",),
+    "adapter_d": ("norms",),
+    "bitfit": ("pooler",),
     "prompt": ("seed",),
     "apet": ("budget", "seed", "operations"),
 }

@@ -94,9 +94,9 @@ class Cell:
         return f"{self.task} {self.model} {self.row}"
 
 
-def of_method(grid: Mapping[str, Any], method: str) -> dict[str, Any]:
-    """The settings of a usual tuning method."""
-    return dict(grid["methods"][method])
+def of_method(grid: Mapping[str, Any], method: str, model: str) -> dict[str, Any]:
+    """The settings of a usual tuning method in a model."""
+    return {**grid["methods"][method], **grid["models"][model].get(method, {})}
 
 
 def at_random(budget: int, seed: int) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def cells(
 ) -> list[Cell]:
     """The usual tuning methods on models and tasks."""
     return [
-        Cell(model, task, row, of_method(grid, row), seed)
+        Cell(model, task, row, of_method(grid, row, model), seed)
         for model in models
         for task in tasks
         for row in rows

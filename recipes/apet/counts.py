@@ -60,7 +60,7 @@ def declare(run: Run) -> None:
     for seed in run.seeds:
         for model in chosen(run, "models", settings["models"]):
             for task in chosen(run, "tasks", settings["tasks"]):
-                full = Cell(model, task, "full", of_method(grid, "full"), seed)
+                full = Cell(model, task, "full", of_method(grid, "full", model), seed)
                 nodes = {
                     "full": score(run, grid, full),
                     "majority": majority(run, grid, full),

@@ -10,12 +10,14 @@ matter. Every seed draws positions of its own.
 """
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 import torch
+from torch import nn
 
+from lightning_modules.layouts import inside
 from lightning_modules.tuning import trainable, tune
 from lightning_modules.vera.targets import query_and_value
 from recipes.apet.cells import (
@@ -75,7 +77,7 @@ def declare(run: Run) -> None:
                     run.measure(name, seed, measure_spread, groups[row], given)
                 if groups.keys() != set(PET):
                     continue
-                full = Cell(model, task, "full", of_method(grid, "full"), seed)
+                full = Cell(model, task, "full", of_method(grid, "full", model), seed)
                 name = f"{task} {model} mean spread"
                 every = {f"{row} {key}": n for row, g in groups.items() for key, n in g.items()}
                 every["full"] = score(run, grid, full)
@@ -91,14 +93,18 @@ def budget_of(run: Run, grid: dict[str, Any], model: str, method: str) -> int:
     if entry["config"] == "decoder":
         arguments["label_tokens"] = [0, 1]
     module = type_of(parsed)(**{**parsed.init_args.as_dict(), **arguments})
-    chosen = of_method(grid, method)
     with torch.device("meta"):
         base = module.build()
-        heads = module.default_heads(base)
-        rank = chosen.get("model.rank", 1)
-        tune(base, chosen["model.method"], heads, rank, query_and_value(base))
-    in_heads = sum(p.numel() for head in heads for p in base.get_submodule(head).parameters())
-    return sum(p.numel() for p in trainable(base).values()) - in_heads
+        return tuned_in(base, module.default_heads(base), of_method(grid, method, model))
+
+
+def tuned_in(model: nn.Module, heads: Sequence[str], settings: Mapping[str, Any]) -> int:
+    """How many parameters a method's settings make trainable beside the heads; tunes the model."""
+    targets = settings.get("model.targets") or query_and_value(model)
+    layers = [target.partition(":")[0] for target in targets]  # LoRA has no slices
+    arguments, rank = settings.get("model.method_args", {}), settings.get("model.rank", 1)
+    tune(model, settings["model.method"], heads, rank, layers, **arguments)
+    return sum(p.numel() for name, p in trainable(model).items() if not inside(name, heads))
 
 
 def measure_spread(m: Measuring) -> Iterator[Row]:

@@ -79,6 +79,21 @@ def test_an_encoder_decoder_reads_one_and_writes_the_other(tmp_path):
     assert torch.equal(batch["attention_mask"][0], torch.ones_like(batch["input_ids"][0]))
 
 
+def test_the_learning_rate_can_be_chosen_on_other_questions_than_those_scored(tmp_path):
+    made(tmp_path, "nq_open")
+    lines = [json.dumps({"question": f"q{n}", "answer": ["a", "b"]}) for n in range(20)]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n")
+    settings = {"root": str(tmp_path), "max_length": 64, "target_length": 16, "vocab_size": 300}
+    data = TextToTextData(form="nq_open", val_fraction=0.25, **settings)
+    texts = {part: {pair.text for pair in data.examples(part)} for part in ("train", "val", "test")}
+    assert len(texts["train"]) == 15 and len(texts["val"]) == 5
+    assert texts["train"] | texts["val"] == {f"q{n}" for n in range(20)}
+    assert len(data.examples("val")) == 10  # both answers of a question stay together
+    assert texts["test"] == {"who wrote it"}
+    with pytest.raises(ValueError, match="val_fraction is 1.5, expected a share from 0 to below 1"):
+        TextToTextData(form="nq_open", val_fraction=1.5, **settings)
+
+
 def test_a_long_input_loses_its_end_and_keeps_what_follows(tmp_path):
     text = "word " * 100
     (tmp_path / "own.csv").write_text(f"text,target\n{text},yes\n")

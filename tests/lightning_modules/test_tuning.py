@@ -109,6 +109,23 @@ def test_counts_of_roberta_base(method, expected):
     assert tune(roberta_base(), "full") and whole > expected
 
 
+def test_norms_and_a_pooler_can_be_left_out():
+    model, _ = bert()
+    norms = sum(p.numel() for n, p in model.named_parameters() if "LayerNorm" in n)
+    model.bert.pooler = torch.nn.Linear(16, 16)
+    counts = {
+        (method, value): sum(
+            p.numel()
+            for p in trainable(tune(copy.deepcopy(model), method, **{key: value})).values()
+        )
+        for method, key in (("adapter_h", "norms"), ("adapter_d", "norms"), ("bitfit", "pooler"))
+        for value in (True, False)
+    }
+    assert counts["adapter_h", True] - counts["adapter_h", False] == norms
+    assert counts["adapter_d", True] - counts["adapter_d", False] == norms
+    assert counts["bitfit", True] - counts["bitfit", False] == 16
+
+
 def test_vblora_mixes_its_factors_of_one_bank():
     """2 (rank) · 16/8 (pieces) · 2 (factors) · 6 (logits) a layer, and the bank once."""
     model, inputs = bert()

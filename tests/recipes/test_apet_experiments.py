@@ -9,10 +9,19 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import torch
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BloomConfig,
+    BloomForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from datamodules.tokens import train_tokenizer
-from recipes.apet.cells import GRID, PET, uncollapsed
+from recipes.apet.cells import GRID, PET, of_method, uncollapsed
 from recipes.apet.counts import thresholds
+from recipes.apet.positions import tuned_in
 from recipes.apet.texts import text_score
 from recipes.claims import judge
 from recipes.cli import grid, presets
@@ -382,6 +391,53 @@ def test_the_paper_s_settings():
     }
     assert rates["BERT-large"] == {3e-4} and rates["BLOOM-560M"] == {3e-4, 5e-5}
     assert rates["T5-small"] == {1e-4, 1e-3, 1e-2}
+
+
+def bert_of(layers, width):
+    return BertForSequenceClassification(
+        BertConfig(
+            num_hidden_layers=layers, hidden_size=width, num_attention_heads=width // 64,
+            intermediate_size=4 * width,
+        )
+    )  # fmt: skip
+
+
+def bloom_of(layers, width):
+    config = BloomConfig(vocab_size=250880, n_layer=layers, hidden_size=width, n_head=width // 64)
+    return BloomForCausalLM(config)
+
+
+def t5_of(layers, width, hidden, heads):
+    config = T5Config(
+        vocab_size=32128, num_layers=layers, d_model=width, d_kv=64, d_ff=hidden, num_heads=heads,
+        feed_forward_proj="gated-gelu", tie_word_embeddings=False,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config)
+
+
+SIZES = {  # of the released code; T5's BitFit is another rule there, see the card
+    "BERT-small": (bert_of, (4, 512), 51_200, 23_040, 65_536, 200_896),
+    "BERT-base": (bert_of, (12, 768), 76_800, 102_144, 294_912, 903_744),
+    "BERT-large": (bert_of, (24, 1024), 102_400, 271_360, 786_432, 2_409_600),
+    "BLOOM-560M": (bloom_of, (24, 1024), 102_400, 272_384, 786_432, 2_409_600),
+    "BLOOM-7.1B": (bloom_of, (30, 4096), 409_600, 1_359_872, 3_932_160, 12_043_680),
+    "T5-small": (t5_of, (8, 512, 1024, 6), 51_200, None, 229_376, 803_584),
+    "T5-base": (t5_of, (12, 768, 2048, 12), 76_800, None, 589_824, 1_807_488),
+    "T5-XXL": (t5_of, (24, 4096, 10240, 64), 409_600, None, 6_291_456, 19_269_888),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_methods_have_the_released_sizes(name):
+    settings = grid(module_of("scales").EXPERIMENT.folder / f"{GRID}.yaml", "paper")
+    build, shape, *sizes = SIZES[name]
+    for method, size in zip(PET, sizes, strict=True):
+        if size is None:
+            continue
+        with torch.device("meta"):
+            model = build(*shape)
+            heads = ["classifier"] if build is bert_of else []
+            assert tuned_in(model, heads, of_method(settings, method, name)) == size
 
 
 @pytest.mark.parametrize("name", ["scales", "positions", "counts"])

@@ -42,6 +42,7 @@ from lightning_modules.apet import (
     tunables,
 )
 from lightning_modules.apet.layer import at
+from lightning_modules.apet.placement import Placement
 from lightning_modules.tuning import tune
 
 BERT = {
@@ -292,6 +293,33 @@ def test_bitfit_is_add():
     classifier = sum(p.numel() for n, p in theirs.named_parameters() if n == "classifier.bias")
     assert count(ours) == count(theirs) - classifier
     same_steps(ours, theirs)
+
+
+def test_bitfit_knows_the_bias_of_a_fused_projection():
+    """nn.MultiheadAttention calls its own in_proj_bias."""
+    torch.manual_seed(0)
+    base = torch.nn.MultiheadAttention(8, 2, batch_first=True).double()
+    ours = attach(copy.deepcopy(base), Apet(bitfit(base), 0))
+    theirs = tune(copy.deepcopy(base), "bitfit")
+    assert count(ours) == count(theirs) == 3 * 8 + 8
+    x = torch.randn(2, 3, 8, dtype=torch.double)
+    for model in (ours, theirs):
+        model(x, x, x)[0].square().sum().backward()
+    grads = [
+        torch.cat([p.grad.flatten().double() for p in model.parameters() if p.requires_grad])
+        for model in (ours, theirs)
+    ]
+    torch.testing.assert_close(*(grad.sort().values for grad in grads))
+
+
+def test_a_new_bias_does_not_replace_one():
+    model = made("bert")
+    name = "bert.encoder.layer.0.output.dense"
+    with pytest.raises(
+        ValueError, match=f"{name} has a bias already.*{name}.bias in Placement.add"
+    ):
+        attach(model, Apet(Placement(bias=(name,))))
+    assert all(p.requires_grad for p in model.parameters())
 
 
 def same_steps(ours, theirs):
