@@ -1,7 +1,6 @@
 """Handwritten digits that come with scikit-learn: real images where there is no network."""
 
 from collections.abc import Sequence
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
