@@ -195,7 +195,7 @@ def test_rows_have_titles_and_trials_are_rows():
     assert set(TREATMENTS) <= set(vision.ROWS)
     trials = GRID["presets"]["small"]["trials"]
     assert set(trials) == {one.tuned_as for one in TREATMENTS.values()}
-    assert {len(one) for one in trials.values()} == {4}  # an equal budget
+    assert {len(one) for one in trials.values()} == {6}  # an equal budget
 
 
 @pytest.mark.parametrize(("ratio", "name"), [(1.5, "L"), (2.0, "M"), (3.0, None)])
