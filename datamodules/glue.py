@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from datamodules.loading import data_folder, hold_out
+from datamodules.loading import data_folder, hold_out, require_share
 from datamodules.tables import column_error, open_lines, read_class, read_score
 from datamodules.text import Example, SentenceData
 
@@ -125,11 +125,7 @@ class GLUEData(SentenceData):
             raise ValueError(f"bad_rows is {bad_rows!r}, expected error or skip.")
         self.task_name, self.task = task, find_task(task)
         self.root, self.folder_name = root, folder or self.task.folder
-        if not 0 <= val_fraction < 1:
-            raise ValueError(
-                f"val_fraction is {val_fraction}, expected a share from 0 to below 1: leave it at "
-                "0 to validate on the development part."
-            )
+        require_share(val_fraction, "0 to validate on the development part")
         self.source, self.bad_rows, self.val_fraction = source, bad_rows, val_fraction
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from datamodules.loading import data_folder, hold_out
+from datamodules.loading import data_folder, hold_out, require_share
 from datamodules.prompted import PromptedData
 from datamodules.tables import open_lines
 from datamodules.tokens import encode
@@ -78,11 +78,7 @@ class InstructionData(PromptedData):
         super().__init__(max_length=max_length, batch_size=batch_size, **kwargs)
         if source not in ("folder", "generated"):
             raise ValueError(f"source is {source!r}, expected folder or generated.")
-        if not 0 <= val_fraction < 1:
-            raise ValueError(
-                f"val_fraction is {val_fraction}, expected a share from 0 to below 1: leave it at "
-                "0.05, or set 0 to train on everything."
-            )
+        require_share(val_fraction, "0.05, or set 0 to train on everything")
         self.root, self.file, self.source = root, file, source
         self.val_fraction = val_fraction
 

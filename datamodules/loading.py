@@ -340,6 +340,19 @@ def draw(items: list, count: int | None, seed: int) -> list:
     return [items[place] for place in sorted(chosen.tolist())]
 
 
+def require_share(val_fraction: float, cure: str) -> None:
+    """Refuse a share to hold out that is below 0 or leaves nothing to train on.
+
+    Raises:
+        ValueError: naming it; `cure` ends the sentence after "leave it at".
+    """
+    if not 0 <= val_fraction < 1:
+        raise ValueError(
+            f"val_fraction is {val_fraction}, expected a share from 0 to below 1: leave it at "
+            f"{cure}."
+        )
+
+
 def hold_out(items: list, fraction: float, seed: int) -> tuple[list, list]:
     """Splits items in two, both in their order: those that stay, and those held out.
 

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch.utils.data import Dataset
 
-from datamodules.loading import data_folder, hold_out
+from datamodules.loading import data_folder, hold_out, require_share
 from datamodules.prompted import PromptedData
 from datamodules.tables import open_lines, read_table
 from datamodules.tokens import encode, filling, framed, pad
@@ -78,11 +78,7 @@ class TextToTextData(PromptedData):
                 f"files is {files}, expected the names of your train and val files: set "
                 '--data.files \'{"train": "train.csv", "val": "val.csv"}\'.'
             )
-        if not 0 <= val_fraction < 1:
-            raise ValueError(
-                f"val_fraction is {val_fraction}, expected a share from 0 to below 1: leave it at "
-                "0 to validate on the val file."
-            )
+        require_share(val_fraction, "0 to validate on the val file")
         self.val_fraction = val_fraction
         self.form, self.root, self.names = form, root, {**FILES[form], **(files or {})}
         self.encoder_decoder, self.target_length = encoder_decoder, target_length

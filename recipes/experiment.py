@@ -26,7 +26,7 @@ import pandas as pd
 from recipes import cli
 from recipes.flags import Flags
 from recipes.nodes import Later, Measure, Measurement, Measuring, Node, Stage
-from recipes.records import Finished, at, best, type_of
+from recipes.records import Finished, at, best_of, type_of
 
 __all__ = ["Experiment", "Measuring", "Run"]
 
@@ -113,12 +113,10 @@ class Run:
 
         def reader(key: str) -> Callable[[list[Finished]], Any]:
             def read(trials: list[Finished]) -> Any:
-                pick = max if mode == "max" else min
                 if any(metric not in trial.history for trial in trials):
                     known = ", ".join(trials[0].history)
                     raise ValueError(f"{metric} was not logged: expected one of {known}")
-                chosen = pick(trials, key=lambda trial: best(trial.history[metric], mode))
-                return at(chosen.settings, key)
+                return at(best_of(trials, metric, mode).settings, key)
 
             return read
 

@@ -1,15 +1,15 @@
 """Scores of tuned models, their costs, and the majority class that they have to beat."""
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Any
 
 import lightning as L
 import torch
 
 from lightning_modules.vera.scores import classification_scores
 from recipes.experiment import Measuring
-from recipes.records import Finished, at, best
+from recipes.records import Finished, at, best, best_of
 from recipes.results import Row
 from recipes.tables import COLLAPSED
 
@@ -53,16 +53,6 @@ def costs(stage: Finished, data: Any) -> dict[str, float]:
         "updates": torch.load(stage.checkpoint, mmap=True, weights_only=True)["global_step"],
         "examples": len(data.samples("train")),
     }
-
-
-def best_of(
-    trials: Sequence[Finished], metric: str, mode: Literal["max", "min"] = "max"
-) -> Finished:
-    """The training with the best value of a metric in its log; of equals the first."""
-    pick = max if mode == "max" else min
-    if len(trials) == 1:
-        return trials[0]
-    return pick(trials, key=lambda trial: best(trial.history[metric], mode))
 
 
 def scores_on_test(module: Any, data: Any) -> dict[str, float]:

@@ -38,9 +38,11 @@ def provenance(run: "Run", table: pd.DataFrame) -> str:
     been made at different times. Preset tiny adds that it is a smoke test.
     """
     made = [one for node in run.nodes.values() for one in read_record(node.folder).get("made", [])]
-    used = {key: sorted({one[key] for one in made}) for key in origin()} if made else {}
-    now = {key: [value] for key, value in origin().items()}
-    device, software, date, commit = (", ".join(one) for one in (used or now).values())
+    made = made or [origin()]  # runs of before recorded none
+    device, software, date, commit = (
+        ", ".join(sorted({one[key] for one in made}))
+        for key in ("device", "torch", "date", "commit")
+    )
     seeds = table["seed"].nunique()
     line = (
         f"`{run.command}` · {seeds} seed{'s' if seeds != 1 else ''} · {device} · "

@@ -148,6 +148,14 @@ def best(values: Sequence[float], mode: str = "max") -> float:
     return sign * max(sign * one if math.isfinite(one) else -math.inf for one in values)
 
 
+def best_of(trials: Sequence[Finished], metric: str, mode: str = "max") -> Finished:
+    """The training with the best value of a metric in its log; of equals the first."""
+    if len(trials) == 1:
+        return trials[0]
+    pick = max if mode == "max" else min
+    return pick(trials, key=lambda trial: best(trial.history[metric], mode))
+
+
 def read_record(folder: Path) -> dict[str, Any]:
     """The record in a node's folder; empty if there is none."""
     file = folder / RECORD

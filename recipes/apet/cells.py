@@ -200,16 +200,16 @@ def uncollapsed(nodes: Mapping[str, Finished]) -> float:
     return float(all(values_of(node).get(COLLAPSED, 2) > 1 for node in nodes.values()))
 
 
-def gates(models: Sequence[str], sound: str = "") -> tuple[Comparison, ...]:
+def gates(models: Sequence[str], sound: str) -> tuple[Comparison, ...]:
     """What has to hold, task by task and in each model that a claim compares.
 
     Full fine-tuning is five points above the commonest class, so that the task tells methods apart;
     and the metric `sound`, which is 1 or 0, is 1 for every seed.
     """
-    gain = [Comparison("gain", model, threshold=5.0) for model in models]
-    if not sound:
-        return tuple(gain)
-    return (*gain, *(Comparison(sound, model, threshold=0.99, exact=True) for model in models))
+    return (
+        *(Comparison("gain", model, threshold=5.0) for model in models),
+        *(Comparison(sound, model, threshold=0.99, exact=True) for model in models),
+    )
 
 
 def values_of(node: Finished) -> dict[str, float]:

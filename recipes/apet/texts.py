@@ -8,8 +8,9 @@ from torchmetrics.functional.text import rouge_score, squad
 
 from lightning_modules.decoding import generate
 from recipes.experiment import Measuring
-from recipes.methods import best_of, costs
+from recipes.methods import costs
 from recipes.nodes import device
+from recipes.records import best_of
 from recipes.results import Row
 
 _WHO = ("the cook", "a waiter", "my sister", "the old man", "our teacher")

@@ -17,9 +17,9 @@ from recipes.apet.cells import GRID, METHODS, cells, chosen, majority, options, 
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
-from recipes.methods import best_of, scores_on_test
+from recipes.methods import scores_on_test
 from recipes.provenance import provenance
-from recipes.records import Finished
+from recipes.records import Finished, best_of
 from recipes.results import Row
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate

@@ -96,7 +96,7 @@ print(data.class_names[model(image[None]).argmax()])
 """
 
 
-def by_steps(few: int, many: int) -> list[Claim]:
+def by_steps(few: int, many: int, preset: str) -> list[Claim]:
     """The claims of Fig. 1 between two numbers of further pre-training steps."""
     return [
         Claim(
@@ -109,6 +109,7 @@ def by_steps(few: int, many: int) -> list[Claim]:
             test=Comparison(
                 "accuracy", {"row": "further", "x": few}, {"row": "further", "x": many}, **POINTS
             ),
+            preset=preset,
         ),
         Claim(
             name=f"{many:,} steps with distillation",
@@ -122,11 +123,12 @@ def by_steps(few: int, many: int) -> list[Claim]:
                 {"row": "further", "x": many},
                 **POINTS,
             ),
+            preset=preset,
         ),
     ]
 
 
-def few_examples(count: int) -> Claim:
+def few_examples(count: int, preset: str) -> Claim:
     """The claim of Fig. 3 at the smallest number of labelled images."""
     return Claim(
         name=f"{count:,} examples",
@@ -140,6 +142,7 @@ def few_examples(count: int) -> Claim:
             {"row": "finetune", "x": count},
             scale=100,
         ),
+        preset=preset,
     )
 
 
@@ -194,8 +197,10 @@ CLAIMS = [
         gate=GATES,
     ),
     *near(GATES),
-    *(claim for few, many in ((100, 3200), (5000, 60000)) for claim in by_steps(few, many)),
-    *(few_examples(count) for count in (100, 1000)),
+    *by_steps(100, 3200, "small_steps"),
+    *by_steps(5000, 60000, "steps"),
+    few_examples(100, "small_sizes"),
+    few_examples(1000, "sizes"),
 ]
 
 

@@ -26,8 +26,7 @@ from recipes.apet.texts import text_score
 from recipes.claims import judge
 from recipes.cli import grid, presets
 from recipes.experiment import Stage
-from recipes.methods import best_of
-from recipes.records import Finished, at
+from recipes.records import Finished, at, best_of
 from recipes.results import Row, tidy
 from recipes.runner import command_line
 
