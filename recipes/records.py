@@ -61,9 +61,13 @@ class Finished:
         return {name: values[-1] for name, values in self.history.items()}
 
     @property
-    def seconds(self) -> float:
-        """How long it took, over all sittings: a resumed run has several."""
-        return read_record(self.folder)["seconds"]
+    def seconds(self) -> float | None:
+        """How long it took, over all sittings: a resumed run has several.
+
+        None if other programs used the machine meanwhile, another stage of the experiment included.
+        """
+        record = read_record(self.folder)
+        return record["seconds"] if record.get("alone", False) else None
 
     @cached_property
     def rows(self) -> pd.DataFrame:

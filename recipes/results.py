@@ -41,11 +41,14 @@ Where = Mapping[str, Any]  # column → the value, or the list of values, that l
 
 @dataclass(frozen=True)
 class Row:
-    """One measured number, before the experiment, preset, seed and stage are added."""
+    """One measured number, before the experiment, preset, seed and stage are added.
+
+    A value of None is left out of the table.
+    """
 
     row: str
     metric: str
-    value: float
+    value: float | None
     set: str = ""
     x: float | None = None
 
@@ -57,6 +60,7 @@ def tidy(
     lines = [
         (experiment, preset, seed, one.set, one.row, one.metric, one.x, one.value, stage)
         for one in rows
+        if one.value is not None
     ]
     return _typed(pd.DataFrame(lines, columns=COLUMNS))
 

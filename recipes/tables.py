@@ -95,9 +95,8 @@ def tabulate(
 
     Args:
         table: the tidy table.
-        rows: values of `index` and their titles, in order; by default all. Rows without any number
-            are left out.
-        columns: of the report's table.
+        rows: values of `index` and their titles, in order; by default all.
+        columns: of the report's table. Rows and columns without any number are left out.
         index: which column of the tidy table makes the rows: "row", "set", "x", …
         heading: over the rows' titles.
 
@@ -115,12 +114,17 @@ def tabulate(
         for place, column in enumerate(columns)
     }
     most = max((len(one) for one in values.values()), default=0)
+    kept = [
+        (place, column)
+        for place, column in enumerate(columns)
+        if any(len(values[row, place]) for row in titles)
+    ]
     lines, collapsed = [], False
     for row, title in titles.items():
         if not any(len(values[row, place]) for place in range(len(columns))):
             continue
         cells = [title]
-        for place, column in enumerate(columns):
+        for place, column in kept:
             if column.reference:
                 base = {**column.where, index: column.reference}
                 compared = difference(
@@ -136,11 +140,11 @@ def tabulate(
             cells.append(f"{text} (n = {n})" if text and n < most else text)
         lines.append(cells)
     notes = [f"n = {most} seed{'s' if most != 1 else ''}" + " each" * (most > 1) + "."]
-    if any(column.reference for column in columns):
+    if any(column.reference for _, column in kept):
         notes[0] += " Differences are paired by seed; in brackets their 95 % interval."
     if collapsed:
         notes.append("† predictions collapsed to one class in at least one seed.")
-    return Table([heading, *(column.title for column in columns)], lines, notes)
+    return Table([heading, *(column.title for _, column in kept)], lines, notes)
 
 
 def _collapsed(table: pd.DataFrame, where: Where, column: Column) -> bool:

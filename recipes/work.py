@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from recipes import results
 from recipes.cli import main as run_stage
 from recipes.executors import Say
+from recipes.machine import MOST, OthersAtWork
 from recipes.nodes import Measuring
 from recipes.provenance import origin
 from recipes.records import ROWS, Finished, read_record, write_record
@@ -135,9 +136,11 @@ def measure(look: Look, say: Say) -> None:
 def timed(folder: Path) -> Iterator[None]:
     """Add this sitting to a node's record: its time, and where and with what it was made.
 
+    Whether other programs used the machine meanwhile is recorded too: such a time says little.
+
     The node is marked as finished at the end.
     """
-    start = time.monotonic()
+    start, others = time.monotonic(), OthersAtWork()
     ended, here = False, origin()
     try:
         yield
@@ -147,7 +150,9 @@ def timed(folder: Path) -> Iterator[None]:
         seconds = record["seconds"] + time.monotonic() - start
         made = record.get("made", [])
         made += [here] * (here not in made)
-        write_record(folder, {**record, "seconds": seconds, "finished": ended, "made": made})
+        alone = record.get("alone", True) and others.share() <= MOST
+        record |= {"seconds": seconds, "finished": ended, "made": made, "alone": alone}
+        write_record(folder, record)
 
 
 def continues(checkpoint: Path) -> bool:

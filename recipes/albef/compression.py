@@ -18,6 +18,7 @@ nothing in its weights:
 recipes/albef/use.py uses the models on your own pictures: it searches them, or answers questions.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -48,12 +49,15 @@ TITLES = {
 }
 RECALLS = [f"{way}_r{k}" for way in ("t2i", "i2t") for k in (1, 5, 10)]
 ZERO_SHOT = "before fine-tuning"
+SIGNS = {"alpha": "α", "beta": "β"}
+TERMS = ("base", "distillation", "perturbation")
 
 
 def declare(run: Run) -> None:
     """Pre-train, then declare every row at every ratio."""
     grid = run.grid("compression_grid")
     rows = run.rows(TITLES, grid["rows"])
+    tuning = Tuning(run, grid["trials"])
     for seed in run.seeds:
         start: dict[str, Any] = {}
         if grid["frozen_first"] or "frozen" in rows:
@@ -66,7 +70,35 @@ def declare(run: Run) -> None:
         dense = run.stage("pretrain", "pretrain", seed, start)
         for row in (one for one in rows if one != "frozen"):
             for ratio in ratios_of(grid, row):
-                fine_tuned(run, grid, seed, dense, row, ratio)
+                fine_tuned(run, grid, tuning, seed, dense, row, ratio)
+
+
+class Tuning:
+    """The settings that are best in a row's trials, on the validation part.
+
+    Trials are declared when a row first asks for them: with seed 0, at the largest ratio.
+    """
+
+    def __init__(self, run: Run, trials: dict[str, Any]) -> None:
+        self.run, self.trials = run, trials
+        self.best: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def of(self, config: str, row: str, varied: dict[str, Any]) -> dict[str, Any]:
+        """Settings for a row's stage of a file; none where the preset has no trials of it."""
+        candidates = self.trials.get(config, {}).get(row, [])
+        if candidates and (config, row) not in self.best:
+            stages = [
+                self.run.stage(
+                    f"trial_{config}_{row}_{number}",
+                    config,
+                    0,
+                    {**varied, **candidate},
+                    self.trials["settings"],
+                )
+                for number, candidate in enumerate(candidates)
+            ]
+            self.best[config, row] = dict(self.run.best(stages, "val/r_mean", list(candidates[0])))
+        return self.best.get((config, row), {})
 
 
 def contrast_on_frozen_encoders(run: Run, grid: dict[str, Any], seed: int) -> Stage:
@@ -77,15 +109,23 @@ def contrast_on_frozen_encoders(run: Run, grid: dict[str, Any], seed: int) -> St
     return run.stage("retrieval_frozen", "retrieval", seed, varied, grid["frozen"])
 
 
-def ratios_of(grid: dict[str, Any], row: str) -> list[float | None]:
+def ratios_of(grid: dict[str, Any], row: str) -> Sequence[float | None]:
     """The compression ratios at which a row is run; None for what is not compressed."""
     if row in ("dense", "frozen", "lora"):
         return [None]
-    return [float(ratio) for ratio, rows in grid["ratios"].items() if row in rows]
+    return sorted(
+        (float(ratio) for ratio, rows in grid["ratios"].items() if row in rows), reverse=True
+    )
 
 
 def fine_tuned(
-    run: Run, grid: dict[str, Any], seed: int, dense: Stage, row: str, ratio: float | None
+    run: Run,
+    grid: dict[str, Any],
+    tuning: Tuning,
+    seed: int,
+    dense: Stage,
+    row: str,
+    ratio: float | None,
 ) -> None:
     """Declare one row's stages, from the dense model to its scores on every task."""
     label = row if ratio is None else f"{row}_k{ratio:g}"
@@ -96,7 +136,8 @@ def fine_tuned(
     what: dict[str, Any]
     if row in REPAIRED:
         varied = {"model.init_from": dense, "model.ratio": ratio, **REPAIRED[row]}
-        start = run.stage(f"repair_{label}", "repair", seed, varied)
+        best = tuning.of("repair", row, varied)
+        start = run.stage(f"repair_{label}", "repair", seed, varied, best)
     elif row == "direct":
         changes = {"model.ratio": ratio}
     elif row == "lora":
@@ -106,7 +147,8 @@ def fine_tuned(
         run.measure(f"score_{label}", seed, measures.score, {"model": start}, what)
     for task in (name for name, rows in grid["tasks"].items() if row in rows):
         varied = {"model.init_from": start, **changes}
-        stage = run.stage(f"{task}_{label}", task, seed, varied, settings)
+        best = {**settings, **tuning.of(task, row, varied)}
+        stage = run.stage(f"{task}_{label}", task, seed, varied, best)
         what = {"row": label, "set": task, "pictures": row in ("dense", "pela")}
         run.measure(f"score_{task}_{label}", seed, measures.score, {"model": stage}, what)
 
@@ -140,7 +182,13 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         columns += [Column("mean" if ranking else metric, metric, where, **percent)]
         if len(select(table, {"set": name, "row": "dense", "metric": metric})):
             columns += [Column("− dense", metric, where, reference="dense", **percent)]
+        settings = [
+            Column("lr", "lr", where, digits=6, spread=""),
+            *(Column(sign, metric, where, digits=0) for metric, sign in SIGNS.items()),
+            *(Column(f"share of {one}", f"share_{one}", where, digits=3) for one in TERMS),
+        ]
         text += [f"## {name.capitalize()}", tabulate(table, titles, columns).markdown()]
+        text += ["Trained with:", tabulate(table, titles, settings).markdown()]
         pictures = sorted(run.out.glob(f"seed0/score_{name}_*/*.png"))
         text += [f"![{one.parent.name}]({one.relative_to(run.out)})" for one in pictures]
     return text
@@ -150,9 +198,11 @@ def losses(run: Run) -> str:
     """What the repair was trained with."""
     h = run.parsed("repair").model.init_args
     return (
-        f"Scores are of the test part, in %; the mean is over all six recalls. Repair: α "
-        f"{h.fd_weight:g}, β {h.rwp_weight:g}, p {h.p:g}, ε {h.epsilon:g}, {h.setting} form. "
-        "Parameters are the model's, without the momentum copy; LoRA's are the merged model's."
+        f"Scores are of the test part, in %; the mean is over all six recalls. L_rwp: p {h.p:g}, "
+        f"ε {h.epsilon:g}, {h.setting} form. Parameters are the model's, without the momentum "
+        "copy; LoRA's are the merged model's. Where the preset has trials, lr, α and β were chosen "
+        "on the validation part with seed 0 at the largest κ. A term's share is the norm of its "
+        "gradient over the sum of the terms' norms, at the last step that was logged."
     )
 
 

@@ -15,6 +15,7 @@ from lightning_modules.pela import factorize
 from recipes.experiment import Measuring
 from recipes.methods import scores_on_test
 from recipes.plots import plt, save_plot
+from recipes.records import Finished
 from recipes.results import Row
 
 SHOWN, TOP = 5, 4  # queries on a page, and pictures for each
@@ -23,13 +24,16 @@ SHOWN, TOP = 5, 4  # queries on a page, and pictures for each
 def score(m: Measuring) -> Iterator[Row]:
     """The scores of a model on the test part and its size; with `pictures` also a page of results.
 
-    With `ratio` the model is first made low-rank, without any training.
+    With `ratio` the model is first made low-rank, without any training. Otherwise the table also
+    gets what it was trained with.
     """
-    module, data = m.stages["model"].module(), m.datamodule("model")
-    if ratio := m.settings.get("ratio"):
+    stage, data = m.stages["model"], m.datamodule("model")
+    module = stage.module()
+    ratio = m.settings.get("ratio")
+    if ratio:
         factorize(module.model, ratio, skip=skipped(module.model))
     row, name = m.settings["row"], m.settings["set"]
-    values = scores_on_test(module, data)
+    values = scores_on_test(module, data) | ({} if ratio else trained_with(stage))
     if "r_mean" in values:
         alone = [value for key, value in values.items() if key.startswith("itc_")]
         values["itc_r_mean"] = sum(alone) / len(alone)
@@ -42,6 +46,15 @@ def score(m: Measuring) -> Iterator[Row]:
         retrieved(module, data, m.folder / "retrieved.png")
     if m.settings.get("pictures") and name == "grounding":
         heat_maps(module, data, m.folder / "heat.png")
+
+
+def trained_with(stage: Finished) -> dict[str, float]:
+    """Learning rate, α and β of a stage, and its terms' last shares of the gradient's norm."""
+    values = stage.settings.model.init_args.as_dict()
+    names = {"lr": "lr", "alpha": "fd_weight", "beta": "rwp_weight"}
+    found = {name: float(values[key]) for name, key in names.items() if key in values}
+    shares = {k.removeprefix("train/"): v for k, v in stage.metrics.items() if "/share_" in k}
+    return found | shares
 
 
 def gallery(module: Any, data: Any) -> Gallery:

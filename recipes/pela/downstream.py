@@ -117,7 +117,9 @@ def measure(m: Measuring) -> Iterator[Row]:
     module = stage.module().requires_grad_(False)
     data = stage.datamodule()
     size = data.image_size
-    values = {title: stage.metrics[name] for title, name in m.settings["scores"].items()}
+    values: dict[str, float | None] = {
+        title: stage.metrics[name] for title, name in m.settings["scores"].items()
+    }
     values |= {
         "parameters": count_parameters(module.model),
         "macs": count_macs(module.counted(), (1, 3, size, size)),

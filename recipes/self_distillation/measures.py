@@ -44,7 +44,7 @@ def score(m: Measuring) -> Iterator[Row]:
     checkpoint = tuned.best if s["select"] == "best" else tuned.checkpoint
     scores = tested(tuned, checkpoint, parts(data, s["select"] == "best"))
 
-    def row(metric: str, value: float, name: str = s["row"], x: float | None = None) -> Row:
+    def row(metric: str, value: float | None, name: str = s["row"], x: float | None = None) -> Row:
         return Row(name, metric, value, s["set"], x)
 
     if s["steps"] is not None:
@@ -149,7 +149,7 @@ def trace(m: Measuring) -> Iterator[Row]:
     began = fingerprint(read_state_dict(original(m)))
     x = s["steps"]
 
-    def row(metric: str, value: float, x: float | None = x) -> Row:
+    def row(metric: str, value: float | None, x: float | None = x) -> Row:
         return Row(s["row"], metric, value, s["set"], x)
 
     yield row("begins_with_original", float(checkpoint["start"] == began))

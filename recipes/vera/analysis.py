@@ -118,7 +118,8 @@ def measure_cost(m: Measuring) -> Iterator[Row]:
     """Seconds of the whole stage per update, and the memory of training without activations."""
     for row, stage in m.stages.items():
         updates = torch.load(stage.checkpoint, mmap=True, weights_only=True)["global_step"]
-        yield Row(metric="seconds per update", value=stage.seconds / updates, row=row)
+        pace = None if stage.seconds is None else stage.seconds / updates
+        yield Row(metric="seconds per update", value=pace, row=row)
         yield Row(metric="bytes", value=held_bytes(stage.module().model), row=row)
 
 

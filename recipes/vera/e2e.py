@@ -103,7 +103,9 @@ def measure_texts(m: Measuring) -> Iterator[Row]:
             texts[place] = " ".join(text.split())
     references = data.references("test")
     write_texts(m.folder, texts, references)
-    values = {key: value for key, value in score(texts, references).items() if key in SCORES}
+    values: dict[str, float | None] = {
+        key: value for key, value in score(texts, references).items() if key in SCORES
+    }
     values |= {"inputs": len(texts), "references": sum(map(len, references))}
     if row != START:
         values |= {

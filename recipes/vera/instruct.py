@@ -88,7 +88,11 @@ def measure_loss(m: Measuring) -> Iterator[Row]:
     )  # fmt: skip
     [scores] = trainer.validate(loaded(m), datamodule=data, verbose=False)
     loss = scores["val/loss"]
-    values = {"loss": loss, "perplexity": math.exp(loss), "scored": len(data.samples("val"))}
+    values: dict[str, float | None] = {
+        "loss": loss,
+        "perplexity": math.exp(loss),
+        "scored": len(data.samples("val")),
+    }
     if row != START:
         values |= {
             "trained": stage.metrics["tuned"],

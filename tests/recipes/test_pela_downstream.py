@@ -41,7 +41,7 @@ def test_tiny_preset(name, repaired, tmp_path, monkeypatch):
     table = read(folder)
     rows = table.pivot(index="row", columns="metric", values="value")
     assert list(table["row"].unique()) == ["dense", "direct", "repaired", "larger_batch"]
-    assert rows[SCORES[name]].between(0, 1).all() and (rows["seconds"] > 0).all()
+    assert rows[SCORES[name]].between(0, 1).all()
     for cost in ("parameters", "macs"):
         dense, direct, low, larger = (rows[cost][row] for row in table["row"].unique())
         assert dense > direct > low == larger

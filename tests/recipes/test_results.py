@@ -179,6 +179,15 @@ class TestTable:
         assert table.rows[0][1].startswith("+7.5 [-") and table.rows[1] == ["LoRA", ""]
         assert "95 % interval" in table.notes[0]
 
+    def test_a_column_without_numbers_is_left_out(self):
+        columns = [Column(metric, metric, {"set": "RTE"}) for metric in ("seconds", "score")]
+        table = tabulate(example(), ROWS, columns)
+        assert table.header == ["", "score"] and {len(row) for row in table.rows} == {2}
+
+    def test_none_is_no_number(self):
+        rows = [Row("vera", "seconds", None), Row("vera", "score", 0.0)]
+        assert list(tidy(rows, "e", "p", 0)["metric"]) == ["score"]
+
     def test_a_collapsed_classifier_is_flagged_in_its_own_set_only(self):
         answers = [
             Row("vera", "classes_predicted", 1, "RTE"),
