@@ -25,6 +25,10 @@ class OthersAtWork:
         passed = (time.monotonic() - start) * (os.cpu_count() or 1)
         return max(0.0, others) / passed if passed else 0.0
 
+    def absent(self) -> bool:
+        """Whether they took too little to change a time."""
+        return self.share() <= MOST
+
 
 def processor_time() -> float:
     """Seconds that all processors together have worked since the machine started."""

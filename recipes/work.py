@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from recipes import results
 from recipes.cli import main as run_stage
 from recipes.executors import Say
-from recipes.machine import MOST, OthersAtWork
+from recipes.machine import OthersAtWork
 from recipes.nodes import Measuring
 from recipes.provenance import origin
 from recipes.records import ROWS, Finished, read_record, write_record
@@ -150,7 +150,7 @@ def timed(folder: Path) -> Iterator[None]:
         seconds = record["seconds"] + time.monotonic() - start
         made = record.get("made", [])
         made += [here] * (here not in made)
-        alone = record.get("alone", True) and others.share() <= MOST
+        alone = record.get("alone", True) and others.absent()
         record |= {"seconds": seconds, "finished": ended, "made": made, "alone": alone}
         write_record(folder, record)
 

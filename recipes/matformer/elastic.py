@@ -32,6 +32,7 @@ from lightning_modules.matformer.speculative import speculative_generate
 from recipes import plots
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
+from recipes.machine import OthersAtWork
 from recipes.matformer.language import (
     load,
     plain,
@@ -196,7 +197,7 @@ def measure_sizes(m: Measuring) -> Iterator[Row]:
     nesting = nesting_of(model)
     chosen = {nesting.label(mix): mix for mix in ladder(model, BETWEEN)[::-1]}
     scores = score(submodels(model, chosen.values()), data.val_dataloader(), vocabulary)
-    costs: dict[str, dict[str, float]] = {}
+    costs: dict[str, dict[str, float | None]] = {}
     slices = []
     mixed = next((label for label in chosen if "*" in label), None)
     for label, mix in track(chosen.items(), description=f"sizes of {row}", transient=True):
@@ -214,18 +215,21 @@ def measure_sizes(m: Measuring) -> Iterator[Row]:
     yield from rows_of(row, scores, costs)
 
 
-def tokens_a_second(model: Any, data: Any, count: int) -> float:
-    """Speed of greedy decoding of one sequence, the median of three times."""
+def tokens_a_second(model: Any, data: Any, count: int) -> float | None:
+    """Speed of greedy decoding of one sequence, the median of three times.
+
+    None if other programs used the machine meanwhile.
+    """
     prompt = data.samples("val")[0]["input_ids"][None, : data.length // 2].to(device())
     prompt = prompt[:, : model.config.max_position_embeddings - count]
-    seconds = []
+    seconds, others = [], OthersAtWork()
     for _ in range(4):  # the first is slower
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         start = time.perf_counter()
         speculative_generate(model, prompt, None, count, draft_tokens=0, eos_token_id=[])
         seconds.append(time.perf_counter() - start)  # tokens are on the CPU, so the GPU is done
-    return count / statistics.median(seconds[1:])
+    return count / statistics.median(seconds[1:]) if others.absent() else None
 
 
 def report(table: pd.DataFrame, run: Run) -> list[str]:

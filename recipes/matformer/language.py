@@ -88,7 +88,9 @@ def sizes(model: Any, granularity: Sequence[int] | None) -> dict[str, int]:
 
 
 def rows_of(
-    method: str, scores: Mapping[str, Mapping[str, float]], costs: Mapping[str, Mapping[str, float]]
+    method: str,
+    scores: Mapping[str, Mapping[str, float]],
+    costs: Mapping[str, Mapping[str, float | None]],
 ) -> Iterator[Row]:
     """A line for each number: `row` is the method, `set` the size."""
     for label, values in scores.items():

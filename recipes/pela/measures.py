@@ -27,6 +27,7 @@ from lightning_modules.pela import Classifier, Features, LoRA, compress
 from lightning_modules.pela.tome import add_tome
 from lightning_modules.standalone import save
 from recipes.experiment import Measuring
+from recipes.machine import OthersAtWork
 from recipes.nodes import device
 from recipes.records import type_of
 from recipes.results import Row
@@ -106,8 +107,10 @@ def measure_cost(m: Measuring) -> Iterator[Row]:
         "repair": build(m, ratio=m.settings["ratio"], beta=m.settings["beta"]),
     }
     for row, module in modules.items():
-        for name, value in step_cost(module, data_of(m)).items():
-            yield Row(row, name, value, m.settings["set"])
+        others, cost = OthersAtWork(), step_cost(module, data_of(m))
+        for name, value in cost.items():
+            known = name != "seconds" or others.absent()
+            yield Row(row, name, value if known else None, m.settings["set"])
 
 
 def measure_finetuning_cost(m: Measuring) -> Iterator[Row]:

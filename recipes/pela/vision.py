@@ -311,8 +311,8 @@ def costs(table: pd.DataFrame) -> list[str]:
         [
             "## Memory and time of a training step (Table 8)",
             "On a GPU memory is the allocator's peak; on a CPU it is counted (weights, gradients, "
-            "AdamW's moments, the teacher, tensors kept for the backward pass). Time is worth "
-            "reading only where the run had the machine to itself.",
+            "AdamW's moments, the teacher, tensors kept for the backward pass). Time is left out "
+            "where other programs used the machine meanwhile.",
             measured.markdown(),
         ]
         if measured.rows
