@@ -75,11 +75,23 @@ def train(training: Training, say: Say) -> None:
             # Lightning's launcher runs the process's whole command on every rank: that must be the
             # stage's, not the experiment's
             run_alone([sys.executable, "-m", "recipes", *args])
-            return
-        # without Lightning's advice and device lists, among which the stage's own line would drown
-        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-        logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-        run_stage(args, callbacks=[Telling(say)])
+        else:
+            # without Lightning's advice and lists of devices, in which the stage's own line drowns
+            logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+            logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+            run_stage(args, callbacks=[Telling(say)])
+    remove_copy(node)
+
+
+def remove_copy(node: Finished) -> None:
+    """Remove the checkpoint that a finished stage has under two names.
+
+    Lightning writes the newest one as last.ckpt and by its epoch. An experiment has many stages.
+    """
+    settings = node.settings.checkpoint
+    if settings.monitor is None and settings.save_top_k == 1 and node.checkpoint.is_file():
+        for other in node.checkpoint.parent.glob("epoch=*.ckpt"):
+            other.unlink()
 
 
 def run_alone(command: list[str]) -> None:
