@@ -36,7 +36,8 @@ class Trainings:
         checkpoint = Path(folder) / "last.ckpt"
         checkpoint.parent.mkdir(parents=True, exist_ok=True)
         beside = {} if self.weights_only else {"optimizer_states": []}
-        torch.save({"state_dict": {}, **beside}, checkpoint)
+        for name in ("last.ckpt", "epoch=0-step=1.ckpt"):
+            torch.save({"state_dict": {}, **beside}, checkpoint.with_name(name))
         log = checkpoint.parents[1] / f"log{len(self.calls)}"
         log.mkdir()
         (log / "metrics.csv").write_text(f"loss,val/accuracy\n{len(self.calls)},0.5\n")
@@ -117,6 +118,19 @@ def test_what_a_stage_is_called_with(go, trainings):
     )
     assert f"--checkpoint.dirpath={folder / 'checkpoints'}" in call
     assert "--seed_everything=0" in call and not any("--ckpt_path" in a for a in call)
+
+
+@pytest.mark.parametrize(
+    "flags, kept",
+    [
+        ((), {"last.ckpt"}),
+        (("--checkpoint.monitor=val/loss",), {"last.ckpt", "epoch=0-step=1.ckpt"}),
+        (("--checkpoint.save_top_k=-1",), {"last.ckpt", "epoch=0-step=1.ckpt"}),
+    ],
+)
+def test_a_finished_stage_keeps_no_second_copy_of_its_checkpoint(go, trainings, flags, kept):
+    folder = go(*flags).out / "seed0" / "a" / "checkpoints"
+    assert {file.name for file in folder.iterdir()} == kept
 
 
 @pytest.mark.parametrize("fails", [RuntimeError("killed"), KeyboardInterrupt()])
