@@ -197,9 +197,23 @@ def summary(run: "Run", groups: Sequence[Group], start: float) -> list[str]:
         said.append(f"{len(unplanned)} that could not be measured are not in it")
     if looks:
         said.append(f"nor are {len(looks)} measurements of trained models")
+    sizes = [(one.plan.pieces.checkpoint, len(one.left)) for one in groups if one.plan]
+    if sizes:
+        # a stage has its checkpoint twice until it is finished
+        room = sum(size * count for size, count in sizes) + max(size for size, _ in sizes)
+        free = shutil.disk_usage(existing(run.out)).free
+        said.append(
+            f"their checkpoints take {room / 2**30:,.1f} GB of {free / 2**30:,.1f} GB that are "
+            f"free{', which is too little' * (room > free)}"
+        )
     missing = [line for line in dict.fromkeys(reads) if line.startswith("missing")]
     others = [line for line in dict.fromkeys(reads) if line not in missing]
     return [*others, *missing, "; ".join(said) + "."]
+
+
+def existing(path: Path) -> Path:
+    """A folder, or the nearest one above it that exists."""
+    return next(one for one in (path, *path.absolute().parents) if one.exists())
 
 
 def _hours(seconds: float) -> str:

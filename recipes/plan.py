@@ -71,7 +71,8 @@ class Plan:
             f"{self.updates:,} updates of {self.effective_batch:,} examples, "
             f"{self.epochs:,.1f} epochs of {pieces.examples:,}",
             f"{total:,} parameters, {which}; {pieces.macs / 1e6:,.1f} M multiply-adds an example",
-            f"memory {sum(self.memory.values()) / 2**20:,.1f} MB: {memory}{smaller}",
+            f"memory {sum(self.memory.values()) / 2**20:,.1f} MB: {memory}{smaller}; "
+            f"a checkpoint {pieces.checkpoint / 2**20:,.1f} MB",
             f"time {self.total:,.0f} s: {parts}; {1e3 * pieces.step:,.0f} ms a batch{smaller}",
         ]
 
@@ -89,6 +90,7 @@ class Plan:
             ["  of which train", f"{pieces.parameters[1]:,}"],
             ["multiply-adds of an example", f"{pieces.macs / 1e6:,.1f} M"],
             *([f"memory, {name}", f"{size / 2**20:,.1f} MB"] for name, size in memory),
+            ["a checkpoint", f"{pieces.checkpoint / 2**20:,.1f} MB"],
             ["a batch", f"{1e3 * pieces.step:,.0f} ms of {pieces.batch} examples"],
             *([f"time, {name}", f"{value:,.1f} s"] for name, value in seconds),
             ["time on this machine", f"{self.total / 3600:.3g} h ({self.total:,.0f} s)"],

@@ -56,6 +56,7 @@ class Pieces:
         evaluation: seconds of a validation batch.
         validation: seconds around a validation's batches.
         save: seconds to write a checkpoint.
+        checkpoint: bytes of one.
         parameters: of the model, and those that train.
         macs: of an example's forward pass; of the largest of several, where steps differ.
         memory: bytes of weights, gradients, moments and activations, at the measured size.
@@ -71,6 +72,7 @@ class Pieces:
     evaluation: float = 0.0
     validation: float = 0.0
     save: float = 0.0
+    checkpoint: int = 0
     parameters: tuple[int, int] = (0, 0)
     macs: float = 0.0
     memory: dict[str, int] = field(default_factory=dict)
@@ -241,7 +243,9 @@ class Stopwatch(L.Callback):
             ),
             "activations": pieces.memory.get("activations", 0),
         }
-        trainer.save_checkpoint(self.folder / "timed.ckpt")
+        file = self.folder / "timed.ckpt"
+        trainer.save_checkpoint(file)
+        pieces.checkpoint = file.stat().st_size
         pieces.save = statistics.fmean(self.saves[-5:])
         raise Measured
 

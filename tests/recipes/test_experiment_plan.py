@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def measured(monkeypatch):
     def plan(path, preset, arguments, folder):
         calls.append(arguments)
         torch.save({}, folder / "timed.ckpt")
-        pieces = Pieces(parameters=(10, 10), examples=64, batch=8)
+        pieces = Pieces(parameters=(10, 10), examples=64, batch=8, checkpoint=2**30)
         return Plan(pieces, 2.0, 16, 8, {"weights": 2**20}, {"training steps": 100.0}, False)
 
     monkeypatch.setattr(experiment_plan, "plan", plan)
@@ -108,6 +109,17 @@ def test_what_is_finished_is_not_measured_again(tmp_path, measured, capsys):
     assert "0 to do, 2 finished, which took 180 s" in said
     assert "2 of 5 trainings are to do: 0.06 h (200 s); or 0.03 h (100 s) if 2 always" in said
     assert "the finished ones took 0.07 h (270 s)" in said
+
+
+@pytest.mark.parametrize("free, enough", [(4, True), (2, False)])
+def test_room_for_the_checkpoints(tmp_path, measured, monkeypatch, capsys, free, enough):
+    usage = SimpleNamespace(free=free * 2**30)
+    monkeypatch.setattr(experiment_plan.shutil, "disk_usage", lambda path: usage)
+    show(planned(tmp_path, "--only", "trial1,trial2"), start=0.0)
+    said = " ".join(capsys.readouterr().out.split())
+    # two stages, and the one that runs has a second copy
+    assert f"their checkpoints take 3.0 GB of {free}.0 GB that are free" in said
+    assert ("too little" not in said) is enough
 
 
 def test_missing_data_are_said_once_and_nothing_is_measured(tmp_path, measured, capsys):

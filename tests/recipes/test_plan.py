@@ -94,6 +94,8 @@ class TestAgainstARun:
         moments = sum(value.nbytes for state in states for value in state.values())
         assert made.memory["moments"] == moments > 0
         assert made.memory["weights"] == made.memory["gradients"]
+        size = (tmp_path / "last.ckpt").stat().st_size
+        assert made.pieces.checkpoint == pytest.approx(size, rel=0.02)
         assert not made.extrapolated
         # a validation at the end of an epoch that is none of 32 is not due
         assert made.seconds["validation"] == 0
