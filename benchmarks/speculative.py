@@ -49,6 +49,7 @@ from recipes.generate import load
 
 PLAIN = "XL alone"
 THEIRS = "XL alone, transformers"
+COMPILED = "XL alone, compiled"
 PAPER = 1.16
 TIE = 1e-3  # logits that lie further apart are not exchanged by rounding in float32
 
@@ -92,10 +93,12 @@ def candidates(
     def by_batch(write: Callable[..., Tensor], **kwargs: Any) -> Tensor:
         return torch.cat([write(part, **kwargs) for part in ids.split(options.batch)])
 
-    def ours(k: int, draft: Any = None, share_cache: bool = True, **parts: Any) -> Candidate:
+    def ours(
+        k: int, draft: Any = None, share_cache: bool = True, compiled: bool = False, **parts: Any
+    ) -> Candidate:
         write = partial(
             speculative_generate, model, draft=draft, max_new_tokens=new, draft_tokens=k,
-            share_cache=share_cache, eos_token_id=[],
+            share_cache=share_cache, eos_token_id=[], compiled=compiled,
             **{f"draft_{name}": value for name, value in parts.items()},
         )  # fmt: skip
         cost = relative_cost(verifier, drafter(model, draft, **parts), ids) if k else 0.0
@@ -114,13 +117,21 @@ def candidates(
         return transformers(part, record, assistant_model=draft)
 
     listed = {PLAIN: ours(0), THEIRS: Candidate(partial(by_batch, transformers), 0, 0.0)}
+    if options.compile:
+        listed[COMPILED] = ours(0, compiled=True)
     for k in options.draft_tokens:
         for name in options.draft:
             shared = listed[f"{name} drafts, k = {k}, shared cache"] = ours(k, name)
+            if options.compile:
+                listed[f"{name} drafts, k = {k}, shared cache, compiled"] = ours(
+                    k, name, compiled=True
+                )
             listed[f"{name} drafts, k = {k}, caches apart"] = ours(k, name, False)
             for count in options.vocabulary:
                 title = f"{name} drafts of {count:,} tokens, k = {k}, shared cache"
                 listed[title] = ours(k, name, vocabulary=count)
+                if options.compile:
+                    listed[f"{title}, compiled"] = ours(k, name, compiled=True, vocabulary=count)
             if options.batch == 1:  # it knows no batches
                 write = partial(assisted, draft=extract(model, name).eval(), k=k)
                 title = f"{name} drafts, k = {k}, transformers' assisted generation"
@@ -201,6 +212,7 @@ def compare(
             row[1:1] = [
                 f"{ratio(measured, PLAIN, name):.2f}",
                 f"{ratio(measured, THEIRS, name):.2f}",
+                *([f"{ratio(measured, COMPILED, name):.2f}"] if options.compile else []),
                 f"{texts[name][:, ids.shape[1] :].numel() / seconds:.1f}",
             ]
         rows.append(row)
@@ -224,6 +236,7 @@ def main(argv: Sequence[str] | None = None) -> list[list[str]]:
     add("--tokens", type=int, default=64, help="new ones of each (default: 64)")
     add("--repeats", type=int, default=9, help="rounds at most; 0 times nothing (default: 9)")
     add("--seconds", type=float, default=300.0, help="about (default: 300)")
+    add("--compile", action="store_true", help="also XL and shared caches with compiled passes")
     add("--exact", action="store_true", help="in float64, compare all texts and time nothing")
     add("--quick", action="store_true", help="a small random decoder, three rounds")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
@@ -258,7 +271,8 @@ def main(argv: Sequence[str] | None = None) -> list[list[str]]:
     )
     header = ["", "predicted", "acceptance", "cost", "same text"]
     if options.repeats:
-        header[1:1] = [f"× {PLAIN}", "× transformers'", "tokens / s"]
+        compiled = [f"× {COMPILED}"] if options.compile else []
+        header[1:1] = [f"× {PLAIN}", "× transformers'", *compiled, "tokens / s"]
         print(
             f"In front of them: how many times as fast as {PLAIN} and as transformers' plain "
             f"decoding (medians of rounds; the paper's best is {PAPER}), and tokens a second."

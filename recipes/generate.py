@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> str:
         do_sample=options.sample,
         draft_layers=options.draft_layers,
         draft_vocabulary=options.draft_vocabulary,
+        compiled=options.compile,
         temperature=options.temperature,
         eos_token_id=tokenizer.eos_token_id,
         stop_strings=options.stop,
@@ -91,6 +92,7 @@ def command_line() -> argparse.ArgumentParser:
     add(
         "--draft-tokens", default="4", metavar="K", help="drafted at a time, or adaptive; default 4"
     )
+    add("--compile", action="store_true", help="compile the passes: a minute first, then faster")
     add("--sample", action="store_true", help="draw tokens instead of taking the likeliest")
     add("--temperature", type=float, default=1.0, metavar="T", help="of the samples; default 1")
     add("--seed", type=int, default=0, help="of the samples; default 0")

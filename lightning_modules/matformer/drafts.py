@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_modules.counting import count_parameters
-from lightning_modules.matformer.kv_cache import KVCache
+from lightning_modules.matformer.kv_cache import FixedKVCache, KVCache
 from lightning_modules.matformer.nest import nesting_of
 from lightning_modules.matformer.views import (
     as_set,
@@ -16,6 +17,8 @@ from lightning_modules.matformer.views import (
     for_few_rows,
     submodel,
 )
+
+MOST_COMPILED = 17  # tokens of a pass that is compiled: the longest draft and one more
 
 
 class Slots:
@@ -59,15 +62,23 @@ class Reader:
     Args:
         model: a decoder of transformers; a nested one as `as_set` gives it.
         cache: a cache to share with another reader; a new one when None.
+        room: with a number of slots, passes over a few of them are compiled, with a cache that has
+            room for so many; None for no compilation.
     """
 
-    def __init__(self, model: Any, cache: KVCache | None = None) -> None:
-        self.model = for_few_rows(model)
-        self.cache = KVCache() if cache is None else cache
+    def __init__(
+        self, model: Any, cache: KVCache | FixedKVCache | None = None, room: int | None = None
+    ) -> None:
+        self.model, self.room = for_few_rows(model), room
+        fresh = KVCache() if room is None else FixedKVCache(model.config, max_cache_len=room)
+        self.cache = fresh if cache is None else cache
+        self.compiled = None if room is None else torch.compile(self.model, dynamic=False)
 
     def read(self, slots: Slots, keep: int = 1) -> Tensor:
         """Logits (B, keep, V) after the last `keep` slots, by a pass over the uncached slots."""
         start = self.cache.length
+        if isinstance(self.cache, FixedKVCache):
+            return self._read_fixed(self.cache, slots, keep)
         return self.model(
             slots.tokens[:, start:],
             attention_mask=None if bool(slots.valid.all()) else slots.valid.long(),
@@ -77,13 +88,38 @@ class Reader:
             logits_to_keep=keep,
         ).logits
 
+    def _read_fixed(self, cache: FixedKVCache, slots: Slots, keep: int) -> Tensor:
+        assert self.room is not None and self.compiled is not None
+        start, end = cache.length, len(slots)
+        place = torch.arange(self.room, device=slots.tokens.device)
+        query = place[start:end, None]
+        seen = (place < query) & F.pad(slots.valid, (0, self.room - end))[:, None, :]
+        few = end - start <= MOST_COMPILED
+        logits = (self.compiled if few else self.model)(
+            _dense(slots.tokens[:, start:]),
+            # each token sees itself, even an invalid one: a row of nothing would become NaN
+            attention_mask=(seen | (place == query))[:, None],
+            position_ids=_dense(slots.positions[:, start:]),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        ).logits
+        cache.length = end
+        return logits
+
+
+def _dense(part: Tensor) -> Tensor:
+    """A copy whose strides are those of its shape, so that torch.compile meets no new ones."""
+    return part.clone(memory_format=torch.contiguous_format)
+
 
 def drafter(
     model: Any,
     draft: Any,
-    shared: KVCache | None = None,
+    shared: KVCache | FixedKVCache | None = None,
     layers: int | None = None,
     vocabulary: int | None = None,
+    room: int | None = None,
 ) -> Reader:
     """The draft model, with the verifier's cache where the two can share it.
 
@@ -93,6 +129,7 @@ def drafter(
         shared: the verifier's cache; None for separate caches.
         layers: the draft runs only so many of its first layers; all when None.
         vocabulary: the draft proposes only so many of the first tokens; all when None.
+        room: of `Reader`.
 
     Raises:
         ValueError: if the draft is larger than the verifier or has another vocabulary, or there
@@ -124,7 +161,7 @@ def drafter(
         small = first_layers(small, layers)
     if vocabulary is not None:
         small = first_tokens(small, vocabulary)
-    return Reader(small, shared)
+    return Reader(small, shared, room)
 
 
 def _checked(draft: Any, model: Any) -> Any:

@@ -1,9 +1,9 @@
-"""A cache of keys and values that can be shortened and overwritten at no cost."""
+"""Caches of keys and values that can be shortened and overwritten at no cost."""
 
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache
 
 ROOM = 256  # tokens by which a full buffer grows
 
@@ -67,6 +67,22 @@ class KVCache(Cache):
         """Keep the first `length` tokens; the next pass overwrites what lies beyond them."""
         for layer in self.layers:
             layer.length = min(layer.length, length)  # type: ignore
+
+
+class FixedKVCache(StaticCache):
+    """The same with room for a fixed number of tokens, so that all passes have the same shapes.
+
+    Attributes:
+        length: number of valid tokens; whoever runs a pass adds its tokens.
+    """
+
+    length = 0
+
+    def cut(self, length: int) -> None:
+        """Keep the first `length` tokens; the next pass overwrites what lies beyond them."""
+        self.length = min(self.length, length)
+        for layer in self.layers:
+            layer.cumulative_length.fill_(self.length)  # type: ignore[union-attr]
 
 
 def _write(buffer: Tensor | None, states: Tensor, start: int) -> Tensor:

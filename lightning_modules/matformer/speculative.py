@@ -80,6 +80,7 @@ def speculative_generate(
     *,
     draft_layers: int | None = None,
     draft_vocabulary: int | None = None,
+    compiled: bool = False,
     attention_mask: Tensor | None = None,
     temperature: float = 1.0,
     eos_token_id: int | Sequence[int] | None = None,
@@ -107,6 +108,9 @@ def speculative_generate(
         draft_layers: the draft uses only so many of its first layers before the output layer.
         draft_vocabulary: the draft proposes only so many of the first tokens of the vocabulary
             (tokenizers number frequent tokens first), which makes its output layer smaller.
+        compiled: compile the passes of draft and verifier (torch.compile), with a cache of fixed
+            size. The first call with new shapes takes a minute or two, later ones are faster: small
+            models spend much of their time between operations. On a CPU a C++ compiler is needed.
         attention_mask: (B, L), 0 where a prompt is padded; all 1 when None.
         temperature: divides the logits of draft and verifier before sampling.
         eos_token_id: tokens that end a sequence; those of the model's generation_config when None.
@@ -133,9 +137,10 @@ def speculative_generate(
     stop = StopStringCriteria(tokenizer, list(stop_strings)) if stop_strings else None
     record = SpeculationRecord() if record is None else record
     with evaluating(model, *([draft] if isinstance(draft, nn.Module) else [])):
-        verifier = Reader(as_set(model))
+        room = _room(input_ids, max_new_tokens) if compiled else None
+        verifier = Reader(as_set(model), room=room)
         shared = verifier.cache if share_cache else None
-        drafting = drafter(model, draft, shared, draft_layers, draft_vocabulary)
+        drafting = drafter(model, draft, shared, draft_layers, draft_vocabulary, room)
         loop = _Loop(verifier, drafting, do_sample, temperature, generator, record)
         adapted = draft_tokens == "adaptive"
         cost = relative_cost(verifier, drafting, input_ids) if adapted else 0.0
@@ -281,6 +286,15 @@ class _Loop:
         # p equals q up to rounding, so that the rejection is a rounding error as well: draw from p
         rest = torch.where(rest.sum(1, keepdim=True) > 0, rest, p.gather(1, at)[:, 0])
         return accepted, torch.multinomial(rest, 1, generator=self.generator)[:, 0]
+
+
+def _room(prompts: Tensor, max_new_tokens: int) -> int:
+    """Slots that a batch can need at most, rounded up so that few sizes are compiled.
+
+    In each round the sequence that accepts most adds its tokens to all.
+    """
+    batch, length = prompts.shape
+    return 64 * math.ceil((length + batch * max_new_tokens + LONGEST_DRAFT + 1) / 64)
 
 
 def relative_cost(verifier: Reader, drafting: Reader, input_ids: Tensor) -> float:

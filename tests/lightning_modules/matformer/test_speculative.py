@@ -3,10 +3,12 @@
 import cpu_torchvision  # noqa: F401
 
 import copy
+import functools
 
 import pytest
 import torch
 from scipy.stats import chisquare
+from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from datamodules.tokens import train_tokenizer
@@ -339,3 +341,46 @@ def test_any_granularity_may_verify():
     assert speculative_generate(model, ids, [0, 1, 2], 20)[0].tolist() == expected
     with pytest.raises(ValueError, match="would draft at 3; set_granularity"):
         speculative_generate(model, ids, [0, 0, 3], 20)
+
+
+class TestCompiled:
+    """With a cache of fixed size and compiled passes; compiled to Python here, which is quick."""
+
+    @pytest.fixture(autouse=True)
+    def quick(self, monkeypatch):
+        compiler = functools.partial(torch.compile, backend="eager")
+        monkeypatch.setattr(drafts.torch, "compile", compiler)
+        torch._dynamo.reset()
+
+    @pytest.mark.parametrize("kind", ["llama", "gpt2"])
+    def test_writes_the_same_and_compiles_once(self, kind):
+        model, ids, record = build(kind), prompts(), SpeculationRecord()
+        texts = [greedy(model, row, 20) for row in ids.tolist()]
+        graphs = []
+        for _ in range(2):
+            draft = like(model, 0.1)
+            written = speculative_generate(model, ids, draft, 20, 2, compiled=True, record=record)
+            assert written.tolist() == texts
+            graphs.append(counters["stats"]["unique_graphs"])
+        assert 0 < graphs[0] == graphs[1]
+        assert 0 < record.accepted < record.tested
+
+    @pytest.mark.parametrize(
+        "axes, share_cache", [("ffn", True), ("ffn", False), ("depth", True), ("all", True)]
+    )
+    def test_submodels_draft(self, axes, share_cache):
+        model = nest(build(initializer_range=0.15), AXES[axes])
+        ids = prompts()
+        expected = [greedy(model, row, 20) for row in ids.tolist()]
+        written = speculative_generate(model, ids, 0, 20, 2, share_cache, compiled=True)
+        assert written.tolist() == expected
+
+    def test_prompts_of_unequal_length(self):
+        model = build()
+        rows = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3], [5]]
+        mask = torch.tensor([[0] * (7 - len(row)) + [1] * len(row) for row in rows])
+        ids = torch.tensor([[0] * (7 - len(row)) + row for row in rows])
+        draft = like(model, 0.1)
+        written = speculative_generate(model, ids, draft, 30, 4, attention_mask=mask, compiled=True)
+        for row, text in zip(rows, written.tolist(), strict=True):
+            assert text[7 - len(row) :] == greedy(model, row, 30)
