@@ -121,11 +121,10 @@ def candidates(
         listed[COMPILED] = ours(0, compiled=True)
     for k in options.draft_tokens:
         for name in options.draft:
-            shared = listed[f"{name} drafts, k = {k}, shared cache"] = ours(k, name)
+            title = f"{name} drafts, k = {k}, shared cache"
+            shared = listed[title] = ours(k, name)
             if options.compile:
-                listed[f"{name} drafts, k = {k}, shared cache, compiled"] = ours(
-                    k, name, compiled=True
-                )
+                listed[f"{title}, compiled"] = ours(k, name, compiled=True)
             listed[f"{name} drafts, k = {k}, caches apart"] = ours(k, name, False)
             for count in options.vocabulary:
                 title = f"{name} drafts of {count:,} tokens, k = {k}, shared cache"

@@ -130,6 +130,31 @@ class Run:
             for key in keys
         }
 
+    def best_candidate(
+        self,
+        name: str,
+        config: str,
+        candidates: Sequence[Mapping[str, Any]],
+        metric: str,
+        varied: Mapping[str, Any],
+        settings: Mapping[str, Any],
+    ) -> dict[str, Later]:
+        """The candidate, a set of settings, that is best when each is tried with seed 0.
+
+        Args:
+            name: of the trials, before "trial 1", "trial 2", …
+            config: of their YAML.
+            candidates: settings with the same keys each.
+            metric: as for `best`; the larger the better.
+            varied: of all trials, as for `stage`.
+            settings: likewise.
+        """
+        trials = [
+            self.stage(f"{name} trial {number}", config, 0, {**varied, **candidate}, settings)
+            for number, candidate in enumerate(candidates, 1)
+        ]
+        return self.best(trials, metric, list(candidates[0]))
+
     def value(self, node: Node, read: Callable[[Finished], Any], what: str, like: Any) -> Later:
         """A value that is read from a finished node, such as a batch size from measured memory.
 

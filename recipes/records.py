@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,6 +60,15 @@ class Finished:
     def metrics(self) -> dict[str, float]:
         """Of a stage: every logged metric's last value."""
         return {name: values[-1] for name, values in self.history.items()}
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of a stage with several loss terms: `share_<term>`, the mean of its gradient's share."""
+        return {
+            name.removeprefix("train/"): statistics.fmean(values)
+            for name, values in self.history.items()
+            if name.startswith("train/share_")
+        }
 
     @property
     def seconds(self) -> float | None:

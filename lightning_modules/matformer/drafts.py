@@ -18,8 +18,6 @@ from lightning_modules.matformer.views import (
     submodel,
 )
 
-MOST_COMPILED = 17  # tokens of a pass that is compiled: the longest draft and one more
-
 
 class Slots:
     """The tokens that the caches hold or will hold next, one slot a token, aligned over the batch.
@@ -62,8 +60,8 @@ class Reader:
     Args:
         model: a decoder of transformers; a nested one as `as_set` gives it.
         cache: a cache to share with another reader; a new one when None.
-        room: with a number of slots, passes over a few of them are compiled, with a cache that has
-            room for so many; None for no compilation.
+        room: with a number of slots, all passes but the prompt's are compiled, with a cache that
+            has room for so many; None for no compilation.
     """
 
     def __init__(
@@ -94,8 +92,7 @@ class Reader:
         place = torch.arange(self.room, device=slots.tokens.device)
         query = place[start:end, None]
         seen = (place < query) & F.pad(slots.valid, (0, self.room - end))[:, None, :]
-        few = end - start <= MOST_COMPILED
-        logits = (self.compiled if few else self.model)(
+        logits = (self.compiled if start else self.model)(  # prompts have any length
             _dense(slots.tokens[:, start:]),
             # each token sees itself, even an invalid one: a row of nothing would become NaN
             attention_mask=(seen | (place == query))[:, None],

@@ -137,7 +137,8 @@ def speculative_generate(
     stop = StopStringCriteria(tokenizer, list(stop_strings)) if stop_strings else None
     record = SpeculationRecord() if record is None else record
     with evaluating(model, *([draft] if isinstance(draft, nn.Module) else [])):
-        room = _room(input_ids, max_new_tokens) if compiled else None
+        longest = LONGEST_DRAFT if draft_tokens == "adaptive" else draft_tokens
+        room = _room(input_ids, max_new_tokens + longest) if compiled else None
         verifier = Reader(as_set(model), room=room)
         shared = verifier.cache if share_cache else None
         drafting = drafter(model, draft, shared, draft_layers, draft_vocabulary, room)
@@ -288,13 +289,14 @@ class _Loop:
         return accepted, torch.multinomial(rest, 1, generator=self.generator)[:, 0]
 
 
-def _room(prompts: Tensor, max_new_tokens: int) -> int:
-    """Slots that a batch can need at most, rounded up so that few sizes are compiled.
+def _room(prompts: Tensor, most: int) -> int:
+    """Slots that a batch can need, rounded up so that few sizes are compiled.
 
-    In each round the sequence that accepts most adds its tokens to all.
+    In each round the row that accepts most adds its tokens to all; `most` is what one row can
+    accept, its last round included, of which some may lie beyond its end.
     """
     batch, length = prompts.shape
-    return 64 * math.ceil((length + batch * max_new_tokens + LONGEST_DRAFT + 1) / 64)
+    return 64 * math.ceil((length + batch * most) / 64)
 
 
 def relative_cost(verifier: Reader, drafting: Reader, input_ids: Tensor) -> float:

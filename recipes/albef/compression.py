@@ -86,17 +86,10 @@ class Tuning:
         """Settings for a row's stage of a file; none where the preset has no trials of it."""
         candidates = self.trials.get(config, {}).get(row, [])
         if candidates and (config, row) not in self.best:
-            stages = [
-                self.run.stage(
-                    f"trial_{config}_{row}_{number}",
-                    config,
-                    0,
-                    {**varied, **candidate},
-                    self.trials["settings"],
-                )
-                for number, candidate in enumerate(candidates)
-            ]
-            self.best[config, row] = dict(self.run.best(stages, "val/r_mean", list(candidates[0])))
+            shared = self.trials["settings"]
+            name, metric = f"{config}_{row}", "val/r_mean"
+            best = self.run.best_candidate(name, config, candidates, metric, varied, shared)
+            self.best[config, row] = dict(best)
         return self.best.get((config, row), {})
 
 
@@ -199,7 +192,7 @@ def losses(run: Run) -> str:
         f"ε {h.epsilon:g}, {h.setting} form. Parameters are the model's, without the momentum "
         "copy; LoRA's are the merged model's. Where the preset has trials, lr, α and β were "
         "chosen on the validation part with seed 0 at the row's first κ. A term's share is the "
-        "norm of its gradient over the sum of the terms' norms, at the last step that was logged."
+        "norm of its gradient over the sum of the terms' norms."
     )
 
 

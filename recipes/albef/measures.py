@@ -49,12 +49,10 @@ def score(m: Measuring) -> Iterator[Row]:
 
 
 def trained_with(stage: Finished) -> dict[str, float]:
-    """Learning rate, α and β of a stage, and its terms' last shares of the gradient's norm."""
+    """Learning rate, α and β of a stage, and its terms' shares of the gradient's norm."""
     values = stage.settings.model.init_args.as_dict()
     names = {"lr": "lr", "alpha": "fd_weight", "beta": "rwp_weight"}
-    found = {name: float(values[key]) for name, key in names.items() if key in values}
-    shares = {k.removeprefix("train/"): v for k, v in stage.metrics.items() if "/share_" in k}
-    return found | shares
+    return {n: float(values[key]) for n, key in names.items() if key in values} | stage.shares
 
 
 def gallery(module: Any, data: Any) -> Gallery:

@@ -69,9 +69,7 @@ def measure_trained(m: Measuring) -> Iterator[Row]:
     }
     settings = {name: module.settings.get(name) for name in ("lr", "alpha", "beta", "p", "epsilon")}
     values |= {name: float(value) for name, value in settings.items() if value is not None}
-    for name, history in stage.history.items():
-        if name.startswith("train/share_"):
-            values[name.removeprefix("train/")] = statistics.fmean(history)
+    values |= stage.shares
     where = m.settings["set"], m.settings["x"]
     yield from (Row(m.settings["row"], name, value, *where) for name, value in values.items())
 

@@ -255,18 +255,16 @@ class Chains:
         self, title: str, varied: Mapping[str, Any], candidates: list[dict[str, Any]]
     ) -> dict[str, Any]:
         """The best candidate on the validation part, each tried with seed 0."""
-        validating = {**varied, "trainer.limit_val_batches": 1.0}
-        trials = [
-            self.run.stage(
-                f"{title} trial {place + 1}",
+        return dict(
+            self.run.best_candidate(
+                title,
                 f"{self.kind}_finetune",
-                0,
-                {**validating, **candidate},
+                candidates,
+                f"val/{self.metric}",
+                {**varied, "trainer.limit_val_batches": 1.0},
                 self.settings,
             )
-            for place, candidate in enumerate(candidates)
-        ]
-        return dict(self.run.best(trials, f"val/{self.metric}", list(candidates[0])))
+        )
 
     def beginning(self) -> dict[str, Node]:
         """The node that has the original weights, for measurements."""

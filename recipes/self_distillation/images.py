@@ -98,33 +98,23 @@ print(data.class_names[model(image[None]).argmax()])
 
 def by_steps(few: int, many: int, preset: str) -> list[Claim]:
     """The claims of Fig. 1 between two numbers of further pre-training steps."""
+    most = {"row": "further", "x": many}
+    claims = {
+        f"{many:,} steps are worse": (
+            f"Many steps of further pre-training ({many:,}) give a lower test accuracy than few "
+            f"({few:,}).",
+            "CUB, 20k to 60k steps: towards 52",
+            Comparison("accuracy", {"row": "further", "x": few}, most, **POINTS),
+        ),
+        f"{many:,} steps with distillation": (
+            f"At many steps ({many:,}), self-distillation beats further pre-training.",
+            "CUB: 58 against 52 at 60k",
+            Comparison("accuracy", {"row": "self_distillation", "x": many}, most, **POINTS),
+        ),
+    }
     return [
-        Claim(
-            name=f"{many:,} steps are worse",
-            paper="self-distillation",
-            where="Fig. 1",
-            sentence=f"Many steps of further pre-training ({many:,}) give a lower test accuracy "
-            f"than few ({few:,}).",
-            number="CUB, 20k to 60k steps: towards 52",
-            test=Comparison(
-                "accuracy", {"row": "further", "x": few}, {"row": "further", "x": many}, **POINTS
-            ),
-            preset=preset,
-        ),
-        Claim(
-            name=f"{many:,} steps with distillation",
-            paper="self-distillation",
-            where="Fig. 1",
-            sentence=f"At many steps ({many:,}), self-distillation beats further pre-training.",
-            number="CUB: 58 against 52 at 60k",
-            test=Comparison(
-                "accuracy",
-                {"row": "self_distillation", "x": many},
-                {"row": "further", "x": many},
-                **POINTS,
-            ),
-            preset=preset,
-        ),
+        Claim(name, "self-distillation", sentence, "Fig. 1", number, test, preset=preset)
+        for name, (sentence, number, test) in claims.items()
     ]
 
 
