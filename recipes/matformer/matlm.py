@@ -60,8 +60,8 @@ XL_BEATS_S = Comparison(
     where={"set": ["S", "XL"]},  # naming sets makes it one gate for all sets, not one for each
     digits=3,
 )
-HAS_LEARNT = Comparison(  # Corrections: an independent model trains until its loss stops falling
-    "train_loss", {"row": INDEPENDENT, "x": 4.0}, {"row": INDEPENDENT, "x": 3.0}, -0.05,
+HAS_LEARNT = Comparison(  # Corrections: trained until the validation loss stops falling
+    "val_loss", {"row": INDEPENDENT, "x": 4.0}, {"row": INDEPENDENT, "x": 3.0}, -0.05,
     where={"set": ["S", "XL"]}, mean_over="set", digits=3,
 )  # fmt: skip
 METRICS = {"loss": "loss", "agreement": "equal greedy tokens, %", "kl": "KL(XL ‖ submodel), nats"}

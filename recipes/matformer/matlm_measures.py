@@ -64,15 +64,16 @@ def measure_independent(m: Measuring) -> Iterator[Row]:
 
 
 def measure_training(m: Measuring) -> Iterator[Row]:
-    """The mean training loss of each independent model in each quarter of its training (x).
+    """The validation loss of each independent model after each quarter (x) of its training.
 
     What it still falls in the last quarter says whether a model had learnt what it could. A
-    training that logged fewer than four losses has no rows.
+    training that validated fewer than four times has no rows.
     """
     for name, stage in m.stages.items():
-        losses = stage.history.get("train/loss", [])
-        for quarter, part in enumerate(np.array_split(losses, 4) if len(losses) > 3 else (), 1):
-            yield Row(INDEPENDENT, "train_loss", float(np.mean(part)), name, x=quarter)
+        losses = stage.history.get("val/loss", [])
+        for quarter in range(1, 5) if len(losses) > 3 else ():
+            at = round(len(losses) * quarter / 4) - 1
+            yield Row(INDEPENDENT, "val_loss", losses[at], name, x=quarter)
 
 
 def _named(values: dict[str, Any], suffix: str) -> dict[str, Any]:

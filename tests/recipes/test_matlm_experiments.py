@@ -160,10 +160,28 @@ def test_a_finished_run_trains_nothing(trained, out, monkeypatch):
     assert read_record(again.out / "seed0" / "matlm")
 
 
+@pytest.mark.parametrize("preset", ["small", "medium", "78M", "paper"])
+def test_independent_models_validate_in_every_quarter(preset, out):
+    started = command_line(matlm.EXPERIMENT, ["--preset", preset, "--rows", "independent"])
+    matlm.declare(started)
+    stages = {node.name: node for node in started.nodes.values()}
+    trainer = stages["independent_S"].parsed().trainer
+    batches = trainer.max_steps * trainer.accumulate_grad_batches
+    assert trainer.limit_val_batches != 0 and batches // trainer.val_check_interval >= 4
+
+
+@pytest.mark.parametrize(("count", "quarters"), [(4, [1, 2, 3, 4]), (10, [2, 5, 8, 10]), (3, [])])
+def test_the_validation_loss_after_each_quarter(count, quarters):
+    stage = SimpleNamespace(history={"val/loss": list(range(1, count + 1))})
+    rows = list(matlm_measures.measure_training(SimpleNamespace(stages={"S": stage})))
+    assert [row.value for row in rows] == quarters
+    assert [row.x for row in rows] == [1, 2, 3, 4][: len(quarters)]
+
+
 def paper_like(gap, falling=0.0):
     """A table in which all that the paper says holds.
 
-    `gap` is XL's gain over S, `falling` the last fall of the independent models' training loss.
+    `gap` is XL's gain over S, `falling` the last fall of the independent models' validation loss.
     """
     noise = np.random.default_rng(0)
     rows = {"matlm": 0.0, "joint": 0.01, "per_layer": 0.02, "independent": 0.03}
@@ -185,7 +203,7 @@ def paper_like(gap, falling=0.0):
         for size in ("S", "XL"):
             for quarter, loss in enumerate((4, 3.5, 3, 3 - falling), start=1):
                 value = loss + noise.normal(0, 1e-4)
-                lines.append(Row("independent", "train_loss", value, size, x=quarter))
+                lines.append(Row("independent", "val_loss", value, size, x=quarter))
         lines.append(Row("matlm", "below the line", noise.normal(0, 1e-4)))
         for budget in matlm.BUDGETS:
             for place, name in enumerate(("increase", "search", "decrease")):
