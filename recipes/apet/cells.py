@@ -113,6 +113,7 @@ def train(run: Run, grid: Mapping[str, Any], cell: Cell) -> list[Stage]:
     config, varied, settings = _settings(run, grid, cell)
     entry = grid["models"][cell.model]
     rates = entry.get("rates", grid["rates"][entry["config"]])
+    rates = grid["rates"].get(varied["model.method"], rates)
     rates = [settings.pop("model.lr")] if "model.lr" in settings else rates
     if len(rates) == 1:
         settings["model.lr"] = rates[0]

@@ -392,6 +392,20 @@ def test_the_paper_s_settings():
     assert rates["T5-small"] == {1e-4, 1e-3, 1e-2}
 
 
+def test_every_method_has_as_many_trials_at_small_and_prompt_has_rates_of_its_own():
+    stages = declared("scales", "--preset", "small", "--models", "MiniLM", "--tasks", "SST-2")
+    rates = {
+        method: [
+            at(stage.parsed(), "model.lr")
+            for name, stage in stages.items()
+            if name.startswith(f"SST-2 MiniLM {method} lr")
+        ]
+        for method in ("prompt", "bitfit", "lora", "adapter")
+    }
+    assert rates.pop("prompt") == [4e-3, 1.6e-2, 6.4e-2, 2.56e-1]
+    assert all(of_others == [2.5e-4, 1e-3, 4e-3, 1.6e-2] for of_others in rates.values())
+
+
 def bert_of(layers, width):
     return BertForSequenceClassification(
         BertConfig(
