@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from recipes.executors import Say, Task, TaskFailed, attempt
+from recipes.executors import ShowProgress, Task, TaskFailed, attempt
 
 LOCK = ".lock"
 PASSED = ("RECIPES_", "HF_")  # environment variables that begin so are passed on to tasks
@@ -62,7 +62,7 @@ class RayCluster:
         self.waiting = ThreadPoolExecutor(jobs)  # one thread for each task waits for its result
         self.started: set[Any] = set()
 
-    def submit(self, task: Task, say: Say) -> "Future[Any]":
+    def submit(self, task: Task, show: ShowProgress) -> "Future[Any]":
         """Hand the task to Ray; its progress is not reported."""
         return self.waiting.submit(self._execute, task)
 
@@ -99,4 +99,4 @@ def execute(task: Task, folder: str) -> tuple[str, Any]:
     task.log.parent.mkdir(parents=True, exist_ok=True)
     with (task.log.parent / LOCK).open("a") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
-        return attempt(task, lambda said: None)
+        return attempt(task, lambda words: None)

@@ -23,13 +23,13 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from recipes.messages import sentence
 
-Say = Callable[[str], None]  # is given a few words on a task's progress
+ShowProgress = Callable[[str], None]  # takes a few words on how far a task has come
 STARTING = threading.Lock()  # one process starts at a time, since each start changes os.environ
 
 
 @dataclass
 class Task:
-    """A call of `function(argument, say)`.
+    """A call of `function(argument, show)`.
 
     Attributes:
         title: for messages.
@@ -37,7 +37,7 @@ class Task:
     """
 
     title: str
-    function: Callable[[Any, Say], Any]
+    function: Callable[[Any, ShowProgress], Any]
     argument: Any
     log: Path
 
@@ -51,7 +51,7 @@ class Executor(Protocol):
 
     jobs: int
 
-    def submit(self, task: Task, say: Say) -> "Future[Any]":
+    def submit(self, task: Task, show: ShowProgress) -> "Future[Any]":
         """Start a task; its future raises TaskFailed if it fails."""
 
     def stop(self) -> None:
@@ -63,11 +63,11 @@ class InProcess:
 
     jobs = 1
 
-    def submit(self, task: Task, say: Say) -> "Future[Any]":
+    def submit(self, task: Task, show: ShowProgress) -> "Future[Any]":
         """Execute the task before returning."""
         future: Future[Any] = Future()
         try:
-            future.set_result(task.function(task.argument, say))
+            future.set_result(task.function(task.argument, show))
         except SIGTERMException:
             raise  # the process is to end, not to go on with other tasks
         except (Exception, SystemExit) as error:
@@ -99,17 +99,17 @@ class LocalPool:
         for _ in range(jobs):
             self.idle.put(None)
 
-    def submit(self, task: Task, say: Say) -> "Future[Any]":
+    def submit(self, task: Task, show: ShowProgress) -> "Future[Any]":
         """Hand the task to a free process."""
-        return self.waiting.submit(self._execute, task, say)
+        return self.waiting.submit(self._execute, task, show)
 
-    def _execute(self, task: Task, say: Say) -> Any:
+    def _execute(self, task: Task, show: ShowProgress) -> Any:
         worker = self.idle.get()
         if worker is None or not worker.process.is_alive():
             worker = _Worker(self.count)
             self.workers.append(worker)
         try:
-            return worker.execute(task, say)
+            return worker.execute(task, show)
         finally:
             self.idle.put(worker)
 
@@ -131,14 +131,14 @@ class _Worker:
             self.process.start()
         other.close()
 
-    def execute(self, task: Task, say: Say) -> Any:
-        """Wait for the result, and pass on what the task says of its progress."""
+    def execute(self, task: Task, show: ShowProgress) -> Any:
+        """Wait for the result, and pass its progress on."""
         try:
             self.pipe.send(task)
             while True:
                 kind, content = self.pipe.recv()
-                if kind == "said":
-                    say(content)
+                if kind == "progress":
+                    show(content)
                 elif kind == "failed":
                     raise TaskFailed(content)
                 else:
@@ -170,10 +170,10 @@ def _work(pipe: Connection, threads: int) -> None:
             task: Task = pipe.recv()
         except EOFError:
             return
-        pipe.send(attempt(task, lambda said: pipe.send(("said", said))))
+        pipe.send(attempt(task, lambda words: pipe.send(("progress", words))))
 
 
-def attempt(task: Task, say: Say) -> tuple[str, Any]:
+def attempt(task: Task, show: ShowProgress) -> tuple[str, Any]:
     """Execute a task in a worker process; what it prints goes to its log.
 
     Returns:
@@ -183,7 +183,7 @@ def attempt(task: Task, say: Say) -> tuple[str, Any]:
     try:
         with _output_to(task.log):
             try:
-                return "result", task.function(task.argument, say)
+                return "result", task.function(task.argument, show)
             except BaseException:
                 traceback.print_exc()
                 raise
@@ -236,9 +236,9 @@ def threads_of(jobs: int) -> int:
 
 
 def _reason(error: BaseException) -> str:
-    said = sentence(error)
-    if said is not None:
-        return said
+    reason = sentence(error)
+    if reason is not None:
+        return reason
     if isinstance(error, SystemExit):
         return f"it ended with exit code {error.code}"
     return f"{type(error).__name__}: {error}"

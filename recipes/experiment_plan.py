@@ -159,7 +159,7 @@ def fill(group: Group, groups: Sequence[Group]) -> None:
         if not any(line.startswith("missing") for line in group.reads):
             group.folder.mkdir()
             group.plan = plan(str(stage.file), stage.run.preset, arguments, group.folder)
-    except Exception as error:  # which must not take the plan of the others along
+    except Exception as error:  # the other groups are still planned
         if os.environ.get("RECIPES_TRACEBACK"):
             raise
         reason = sentence(error) or f"{type(error).__name__}: {error}"
@@ -187,7 +187,9 @@ def summary(run: "Run", groups: Sequence[Group], start: float) -> list[str]:
     unplanned = [stage for group in groups if group.plan is None for stage in group.left]
     took = sum(read_record(one.folder)["seconds"] for one in stages if one not in left)
     seconds = start + sum(one.plan.total * len(one.left) for one in groups if one.plan)
-    looks = [node for node in run.chosen() if not isinstance(node, Stage) and not is_finished(node)]
+    measurements = [
+        node for node in run.chosen() if not isinstance(node, Stage) and not is_finished(node)
+    ]
     said = [f"{len(left)} of {len(stages)} trainings are to do: {_hours(seconds)}"]
     if run.options.jobs > 1:
         said.append(f"or {_hours(seconds / run.options.jobs)} if {run.options.jobs} always run")
@@ -195,8 +197,8 @@ def summary(run: "Run", groups: Sequence[Group], start: float) -> list[str]:
         said.append(f"the finished ones took {_hours(took)}")
     if unplanned:
         said.append(f"{len(unplanned)} that could not be measured are not in it")
-    if looks:
-        said.append(f"nor are {len(looks)} measurements of trained models")
+    if measurements:
+        said.append(f"nor are {len(measurements)} measurements of trained models")
     sizes = [(one.plan.pieces.checkpoint, len(one.left)) for one in groups if one.plan]
     if sizes:
         # a stage has its checkpoint twice until it is finished

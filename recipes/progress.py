@@ -10,7 +10,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from recipes.executors import Say
+from recipes.executors import ShowProgress
 from recipes.nodes import Node
 
 console = Console()
@@ -25,7 +25,7 @@ class View:
             TextColumn("{task.description}"),
             BarColumn(20),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[said]}"),
+            TextColumn("{task.fields[progress]}"),
             TimeElapsedColumn(),
             console=console,
             disable=not live,
@@ -34,7 +34,7 @@ class View:
 
     def __enter__(self) -> "View":
         self.progress.start()
-        self.all = self.progress.add_task("all parts", total=self.total, said="")
+        self.all = self.progress.add_task("all parts", total=self.total, progress="")
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -48,12 +48,12 @@ class View:
         """A node begins."""
         self.print(f"[bold]{node.title}")
         self.tasks[node] = self.progress.add_task(
-            f"seed {node.seed}: {node.name}", total=None, said=""
+            f"seed {node.seed}: {node.name}", total=None, progress=""
         )
 
-    def teller(self, node: Node) -> Say:
+    def progress_of(self, node: Node) -> ShowProgress:
         """A function that shows a node's progress."""
-        return lambda said: self.progress.update(self.tasks[node], said=said)
+        return lambda words: self.progress.update(self.tasks[node], progress=words)
 
     def end(self, node: Node) -> None:
         """A node has ended."""

@@ -72,7 +72,7 @@ class Finished:
 
     @property
     def seconds(self) -> float | None:
-        """How long it took, over all sittings: a resumed run has several.
+        """How long it took, over all processes that worked on it: a resumed stage has several.
 
         None if other programs used the machine meanwhile, another stage of the experiment included.
         """
@@ -190,7 +190,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def read_history(folder: Path) -> dict[str, list[float]]:
-    """Every metric's values in order, from the metrics.csv of each sitting of a stage."""
+    """Every metric's values in order, from the metrics.csv of each process that trained a stage."""
     history: dict[str, list[float]] = {}
     for file in sorted(folder.glob("log*/metrics.csv"), key=lambda file: int(file.parent.name[3:])):
         with file.open(newline="") as rows:

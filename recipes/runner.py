@@ -28,7 +28,7 @@ from recipes.messages import ExperimentFailed
 from recipes.nodes import Measurement, Measuring, Node, Stage, finished, is_finished, resolved
 from recipes.progress import View, console
 from recipes.records import ROWS, read_record, write_record, write_whole
-from recipes.work import Look, Training, measure, train
+from recipes.work import MeasuringTask, TrainingTask, measure, train
 
 RUN = "run.json"  # in a run's folder, for `python -m recipes report`
 
@@ -126,7 +126,7 @@ def command_line(experiment: Experiment, argv: list[str] | None = None) -> Run:
 
 
 def executor_of(run: Run) -> Executor:
-    """Where the command line wants the nodes to be executed."""
+    """The executor that the command line asks for: --jobs and --cluster."""
     if run.options.cluster:
         return RayCluster(run.options.cluster, run.options.jobs)
     return InProcess() if run.options.jobs == 1 else LocalPool(run.options.jobs)
@@ -186,7 +186,7 @@ def execute(run: Run, executor: Executor) -> None:
                         failed[node] = str(error)
                         continue
                     view.start(node)
-                    running[executor.submit(task, view.teller(node))] = node
+                    running[executor.submit(task, view.progress_of(node))] = node
                     if executor.jobs == 1:
                         break  # it is finished already, and others may be ready
                 if not running and not ready:
@@ -231,10 +231,10 @@ def task_of(node: Node, quiet: bool) -> Task:
     """Prepare a node's folder, and make the task that executes it."""
     prepare(node)
     if isinstance(node, Stage):
-        training = Training(node.title, finished(node), node.run.flags.several(), quiet)
+        training = TrainingTask(node.title, finished(node), node.run.flags.several(), quiet)
         return Task(node.title, train, training, node.folder / "node.log")
     assert isinstance(node, Measurement)
-    look = Look(
+    measuring = MeasuringTask(
         node.title,
         node.function_name,
         Measuring(
@@ -245,7 +245,7 @@ def task_of(node: Node, quiet: bool) -> Task:
         ),
         {"experiment": node.run.name, "preset": node.run.preset, "stage": node.name},
     )
-    return Task(node.title, measure, look, node.folder / "node.log")
+    return Task(node.title, measure, measuring, node.folder / "node.log")
 
 
 def prepare(node: Node) -> None:

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from recipes import results
 from recipes.cli import main as run_stage
-from recipes.executors import Say
+from recipes.executors import ShowProgress
 from recipes.machine import OthersAtWork
 from recipes.nodes import Measuring
 from recipes.provenance import origin
@@ -28,7 +28,7 @@ from recipes.records import ROWS, Finished, read_record, write_record
 
 
 @dataclass
-class Training:
+class TrainingTask:
     """A stage, ready to be sent to the process that trains it.
 
     Attributes:
@@ -44,19 +44,19 @@ class Training:
     quiet: bool
 
 
-def train(training: Training, say: Say) -> None:
+def train(task: TrainingTask, show: ShowProgress) -> None:
     """Train a stage, or continue one that was killed."""
-    node, folder = training.node, training.node.folder
+    node, folder = task.node, task.node.folder
     last = node.checkpoint
     resumed = last.is_file() and continues(last)
-    if not resumed:  # remove what a killed sitting left, if it left nothing to resume from
+    if not resumed:  # it was killed before its first checkpoint: begin anew
         for old in folder.glob("log*"):
             shutil.rmtree(old)
         shutil.rmtree(last.parent, ignore_errors=True)
-    sitting = f"log{len(list(folder.glob('log*')))}"  # a resumed run keeps the curves it had
+    log = f"log{len(list(folder.glob('log*')))}"  # a resumed stage keeps the curves it had
     logger = {
         "class_path": "lightning.pytorch.loggers.CSVLogger",
-        "init_args": {"save_dir": str(folder), "name": "", "version": sitting},
+        "init_args": {"save_dir": str(folder), "name": "", "version": log},
     }
     given = any(argument.startswith("--trainer.logger=") for argument in node.arguments)
     args = ["fit", "-c", node.file, "--preset", node.preset, *node.arguments]
@@ -66,20 +66,20 @@ def train(training: Training, say: Say) -> None:
         f"--checkpoint.dirpath={last.parent}",
         f"--trainer.logger{'+' if given else ''}={json.dumps(logger if given else [logger])}",
     ]
-    if training.quiet:
+    if task.quiet:
         args += ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
     if resumed:
         args.append(f"--ckpt_path={last}")
     with timed(folder):
-        if training.several:
+        if task.several:
             # Lightning's launcher runs the process's whole command on every rank: that must be the
             # stage's, not the experiment's
             run_alone([sys.executable, "-m", "recipes", *args])
         else:
-            # without Lightning's advice and lists of devices, in which the stage's own line drowns
+            # Lightning's advice and lists of devices would bury the stage's own line
             logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
             logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-            run_stage(args, callbacks=[Telling(say)])
+            run_stage(args, callbacks=[ProgressCallback(show)])
     remove_copy(node)
 
 
@@ -116,7 +116,7 @@ def run_alone(command: list[str]) -> None:
 
 
 @dataclass
-class Look:
+class MeasuringTask:
     """A measurement, ready to be sent to the process that executes it.
 
     Attributes:
@@ -132,23 +132,23 @@ class Look:
     columns: dict[str, str]
 
 
-def measure(look: Look, say: Say) -> None:
+def measure(task: MeasuringTask, show: ShowProgress) -> None:
     """Measure, and write the rows."""
-    say("measures")
-    module, _, name = look.function.partition(":")
+    show("measures")
+    module, _, name = task.function.partition(":")
     function = getattr(importlib.import_module(module), name)
-    folder, seed = look.measuring.folder, look.measuring.seed
+    folder, seed = task.measuring.folder, task.measuring.seed
     L.seed_everything(seed, verbose=False)
     with timed(folder):
-        rows = list(function(look.measuring) or ())
-        results.write(folder / ROWS, results.tidy(rows, seed=seed, **look.columns))
+        rows = list(function(task.measuring) or ())
+        results.write(folder / ROWS, results.tidy(rows, seed=seed, **task.columns))
 
 
 @contextlib.contextmanager
 def timed(folder: Path) -> Iterator[None]:
-    """Add this sitting to a node's record: its time, and where and with what it was made.
+    """Add the work of this process to a node's record: time, machine, versions and commit.
 
-    Whether other programs used the machine meanwhile is recorded too: such a time says little.
+    It also records whether other programs used the machine meanwhile: such a time says little.
 
     The node is marked as finished at the end.
     """
@@ -174,11 +174,11 @@ def continues(checkpoint: Path) -> bool:
     )
 
 
-class Telling(L.Callback):
+class ProgressCallback(L.Callback):
     """Reports a training's progress, at most twice a second."""
 
-    def __init__(self, say: Say):
-        self.say, self.last = say, 0.0
+    def __init__(self, show: ShowProgress):
+        self.show, self.last = show, 0.0
 
     def on_train_batch_end(
         self,
@@ -195,4 +195,4 @@ class Telling(L.Callback):
         epochs = f"/{trainer.max_epochs}" if (trainer.max_epochs or 0) > 0 else ""
         total = trainer.estimated_stepping_batches
         steps = f"/{total}" if total != float("inf") else ""
-        self.say(f"epoch {trainer.current_epoch + 1}{epochs}, step {trainer.global_step}{steps}")
+        self.show(f"epoch {trainer.current_epoch + 1}{epochs}, step {trainer.global_step}{steps}")

@@ -38,6 +38,6 @@ def test_seconds_of_a_shared_machine_are_not_reported(tmp_path, monkeypatch, sha
     assert read_record(tmp_path)["alone"] is alone
     assert (Finished(tmp_path, 0).seconds is not None) is alone
     monkeypatch.setattr("recipes.machine.OthersAtWork.share", lambda self: 0.0)
-    with timed(tmp_path):  # a second sitting does not make the first one's time better
+    with timed(tmp_path):  # a second process does not make the first one's time better
         pass
     assert read_record(tmp_path)["alone"] is alone
