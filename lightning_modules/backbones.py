@@ -15,11 +15,14 @@ from torch.distributed.fsdp import fully_shard
 
 
 @contextmanager
-def fetched(name: str) -> Iterator[None]:
-    """Around what reads a model by its name: errors of timm and transformers omit the name.
+def name_in_errors(name: str) -> Iterator[None]:
+    """Context for loading a model by name, in which errors of timm and transformers get that name.
+
+    Args:
+        name: of the model, which the libraries' own errors often leave out.
 
     Raises:
-        OSError: naming it, if there is no such folder, and the hub has none or does not answer.
+        OSError: if there is no such folder, and the hub has no such model or does not answer.
     """
     try:
         yield
@@ -62,7 +65,7 @@ def build_vision(
             "(timm.list_models() names all)"
         )
     try:
-        with fetched(architecture):
+        with name_in_errors(architecture):
             return timm.create_model(
                 architecture, pretrained=pretrained, num_classes=num_classes, **model_args
             )
@@ -101,19 +104,21 @@ def build_text(
 
     Raises:
         OSError: if there is no such name or folder.
-        ValueError: if `pretrained` is asked for a model type, which has no weights, or `quantize`
+        ValueError: if `pretrained` is set for a model type, which has no weights, or `quantize`
             without `pretrained`.
     """
-    kind = TEXT_TASKS[task]
+    auto_class = TEXT_TASKS[task]
     if not pretrained:
         if quantize:
-            raise ValueError(f"quantize: {quantize} needs pretrained: true; random weights are not")
+            raise ValueError(
+                f"quantize: {quantize} needs pretrained: true; random weights are not quantised"
+            )
         if architecture in transformers.CONFIG_MAPPING:
             config = transformers.AutoConfig.for_model(architecture, **model_args)
         else:
-            with fetched(architecture):
+            with name_in_errors(architecture):
                 config = transformers.AutoConfig.from_pretrained(architecture, **model_args)
-        return kind.from_config(config, dtype=torch.float32)
+        return auto_class.from_config(config, dtype=torch.float32)
     if architecture in transformers.CONFIG_MAPPING and not Path(architecture).is_dir():
         raise ValueError(
             f"{architecture!r} is a model type and has no weights: give a hub name or a folder as "
@@ -121,20 +126,20 @@ def build_text(
         )
     loading: dict[str, Any] = {"dtype": torch.float32}
     if quantize:
-        bits = transformers.BitsAndBytesConfig(
+        quantization = transformers.BitsAndBytesConfig(
             load_in_4bit=quantize == "nf4",
             load_in_8bit=quantize == "int8",
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
-        loading = {"quantization_config": bits, "dtype": torch.bfloat16}
-    with fetched(architecture):
-        model, info = kind.from_pretrained(
+        loading = {"quantization_config": quantization, "dtype": torch.bfloat16}
+    with name_in_errors(architecture):
+        model, info = auto_class.from_pretrained(
             architecture, output_loading_info=True, **loading, **model_args
         )
     model.at_random = frozenset(info["missing_keys"])
-    # from_pretrained leaves eval mode, which Lightning would keep: it would train without dropout
+    # from_pretrained returns it in eval mode; Lightning would keep that and train without dropout
     return model.train()
 
 

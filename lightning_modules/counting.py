@@ -38,7 +38,7 @@ def count_macs(model: nn.Module, input_shape: Sequence[int]) -> int:
         input_shape: shape of that tensor, such as (1, 3, 224, 224).
     """
     # frozen: some models (Deformable DETR) take another path where weights need gradients
-    shadow = copy.deepcopy(model).to("meta").eval().requires_grad_(False)
+    meta_copy = copy.deepcopy(model).to("meta").eval().requires_grad_(False)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        shadow(torch.empty(*input_shape, device="meta"))
+        meta_copy(torch.empty(*input_shape, device="meta"))
     return counter.get_total_flops() // 2

@@ -71,16 +71,16 @@ def generate(
     """
     ids, mask = prompts["input_ids"].to(model.device), prompts["attention_mask"].to(model.device)
     if model.config.is_encoder_decoder:
-        (ids, mask), before = _padded_right(ids, mask), 0  # as the encoder was trained
+        (ids, mask), prompt_length = _padded_right(ids, mask), 0  # as the encoder was trained
     else:
         _check(ids, mask, model, max_new_tokens)
-        before = ids.shape[1]
+        prompt_length = ids.shape[1]
     ends = [tokenizer.eos_token_id]
     if stop is not None and len(token := tokenizer.encode(stop, add_special_tokens=False)) == 1:
         ends += token
     processors = LogitsProcessorList()
     if no_repeat_ngram:
-        processors.append(NoRepeatAfterPrompt(no_repeat_ngram, before))
+        processors.append(NoRepeatAfterPrompt(no_repeat_ngram, prompt_length))
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
         num_beams=beams,
@@ -99,7 +99,7 @@ def generate(
             ids, attention_mask=mask, generation_config=config, logits_processor=processors
         )
     texts = tokenizer.batch_decode(
-        generated[:, before:],
+        generated[:, prompt_length:],
         skip_special_tokens=True,
         clean_up_tokenization_spaces=False,  # True would move full stops
     )
@@ -107,6 +107,7 @@ def generate(
 
 
 def _padded_right(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids and mask (B, L) with the padding moved from the left to the right."""
     mask, order = mask.sort(dim=1, descending=True, stable=True)
     return ids.gather(1, order), mask
 

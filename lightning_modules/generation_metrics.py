@@ -53,14 +53,15 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-_IN_TWO = {"cannot": 3, "gonna": 3, "gotta": 3, "wanna": 3, "gimme": 3, "lemme": 3}
-_WRITTEN_AS = ("-lrb-", "-rrb-", "-lsb-", "-rsb-", "-lcb-", "-rcb-", "#", "$")
-_WRITTEN = dict(zip("()[]{}£€", _WRITTEN_AS, strict=True))
+# words that the Penn Treebank splits in two → length of the first part
+_SPLIT_AT = {"cannot": 3, "gonna": 3, "gotta": 3, "wanna": 3, "gimme": 3, "lemme": 3}
+_PTB_NAMES = ("-lrb-", "-rrb-", "-lsb-", "-rsb-", "-lcb-", "-rcb-", "#", "$")
+_PTB_SYMBOLS = dict(zip("()[]{}£€", _PTB_NAMES, strict=True))
 _PUNCTUATION = frozenset(".?!,:-;")  # brackets stay: the official list has them in capitals
 
 
 def ptb_tokens(text: str) -> list[str]:
-    """Lower-case Penn Treebank tokens of `text` without punctuation, as the COCO scorer has them.
+    """Lower-case Penn Treebank tokens of `text` without punctuation, as the COCO scorer makes them.
 
     One regular expression in place of Stanford's PTBTokenizer 3.4.1. The two agree on all but one
     of E2E's 51,426 references, but not on every text. Words with "-", "/" or a "." between letters
@@ -71,12 +72,12 @@ def ptb_tokens(text: str) -> list[str]:
     tokens = []
     for match in _TOKEN.finditer(text):
         token, kind = match.group().lower(), match.lastgroup
-        if kind == "word" and token in _IN_TWO:
-            tokens += [token[: _IN_TWO[token]], token[_IN_TWO[token] :]]
+        if kind == "word" and token in _SPLIT_AT:
+            tokens += [token[: _SPLIT_AT[token]], token[_SPLIT_AT[token] :]]
         elif kind in ("quote", "dashes", "ellipsis"):
             continue
         elif kind == "other":
-            tokens.append(_WRITTEN.get(token, token))
+            tokens.append(_PTB_SYMBOLS.get(token, token))
         elif token:  # "can't" is an empty word before "n't"
             tokens.append(token)
     return [token for token in tokens if token not in _PUNCTUATION]
@@ -154,9 +155,12 @@ def bleu(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> float:
         raise ImportError(
             "BLEU needs sacrebleu, which is not installed: pip install sacrebleu."
         ) from error
-    most = max(map(len, references))
+    most_references = max(map(len, references))
     # sacrebleu takes the n-th references of all inputs together, None where an input has fewer
-    streams = [[texts[n] if n < len(texts) else None for texts in references] for n in range(most)]
+    streams = [
+        [texts[n] if n < len(texts) else None for texts in references]
+        for n in range(most_references)
+    ]
     metric = BLEU(tokenize="13a", lowercase=True, smooth_method="none")
     return metric.corpus_score(list(outputs), streams).score  # type: ignore[arg-type]
 
@@ -188,12 +192,12 @@ def nist(outputs: Sequence[str], references: Sequence[Sequence[str]], max_ngram:
         reference_tokens = [mteval_tokens(text) for text in texts]
         counts[()] += sum(map(len, reference_tokens))
         for n in range(1, max_ngram + 1):
-            most: Counter[tuple[str, ...]] = Counter()
-            for each in reference_tokens:
-                ngrams = _ngrams(each, n)
+            highest_counts: Counter[tuple[str, ...]] = Counter()
+            for reference in reference_tokens:
+                ngrams = _ngrams(reference, n)
                 counts.update(ngrams)
-                most |= ngrams
-            hits[n - 1].update(_ngrams(tokens, n) & most)
+                highest_counts |= ngrams
+            hits[n - 1].update(_ngrams(tokens, n) & highest_counts)
             lengths[n - 1] += max(len(tokens) - n + 1, 0)
     total = 0.0
     for matched, length in zip(hits, lengths, strict=True):
@@ -211,7 +215,7 @@ def nist(outputs: Sequence[str], references: Sequence[Sequence[str]], max_ngram:
 
 
 def rouge_l(outputs: Sequence[list[str]], references: Sequence[Sequence[list[str]]]) -> float:
-    """Mean ROUGE-L (Lin 2004) of tokenised texts, between 0 and 1, as the COCO scorer has it.
+    """Mean ROUGE-L (Lin 2004) of tokenised texts, between 0 and 1, as in the COCO scorer.
 
     F = (1 + β²) P R / (R + β² P) with β = 1.2. P and R are the length of the longest common
     subsequence over the output's and the reference's length; each is the maximum over the
@@ -226,9 +230,9 @@ def rouge_l(outputs: Sequence[list[str]], references: Sequence[Sequence[list[str
     for output, texts in zip(outputs, references, strict=True):
         # the official scorer treats an empty text as one empty word
         output = output or [""]
-        common = [(_common(output, text or [""]), len(text) or 1) for text in texts]
-        precision = max(length for length, _ in common) / len(output)
-        recall = max(length / of for length, of in common)
+        lengths = [(_common_length(output, text or [""]), len(text) or 1) for text in texts]
+        precision = max(common for common, _ in lengths) / len(output)
+        recall = max(common / size for common, size in lengths)
         if precision and recall:
             total += (1 + beta2) * precision * recall / (recall + beta2 * precision)
     return total / len(outputs)
@@ -240,7 +244,7 @@ def cider(
     max_ngram: int = 4,
     sigma: float = 6.0,
 ) -> float:
-    """Mean CIDEr-D (Vedantam et al. 2015) of tokenised texts, 0 to 10, as the COCO scorer has it.
+    """Mean CIDEr-D (Vedantam et al. 2015) of tokenised texts, 0 to 10, as in the COCO scorer.
 
     For each n up to `max_ngram`: the cosine of the tf-idf vectors of output and reference, with
     the output's entries clipped to the reference's, times exp(−(length difference)² / 2σ²). The
@@ -266,18 +270,20 @@ def cider(
 
     total = 0.0
     for output, texts in zip(outputs, references, strict=True):
-        ours = vectors(output)
+        output_vectors = vectors(output)
         for text in texts:
-            theirs = vectors(text)
+            reference_vectors = vectors(text)
             difference = max(len(output) - 1, 0) - max(len(text) - 1, 0)
             penalty = math.exp(-(difference**2) / (2 * sigma**2))
-            for mine, its in zip(ours, theirs, strict=True):
+            for output_vector, reference_vector in zip(
+                output_vectors, reference_vectors, strict=True
+            ):
                 product = sum(
-                    min(value, its[ngram]) * its[ngram]
-                    for ngram, value in mine.items()
-                    if ngram in its
+                    min(value, reference_vector[ngram]) * reference_vector[ngram]
+                    for ngram, value in output_vector.items()
+                    if ngram in reference_vector
                 )
-                norm = _norm(mine) * _norm(its)
+                norm = _norm(output_vector) * _norm(reference_vector)
                 total += penalty * (product / norm if norm else 0.0) / len(texts)
     return 10 * total / max_ngram / len(outputs)
 
@@ -351,7 +357,7 @@ def _norm(vector: dict[tuple[str, ...], float]) -> float:
     return math.sqrt(sum(value * value for value in vector.values()))
 
 
-def _common(first: list[str], second: list[str]) -> int:
+def _common_length(first: list[str], second: list[str]) -> int:
     """Length of the longest common subsequence."""
     row = [0] * (len(second) + 1)
     for a in first:

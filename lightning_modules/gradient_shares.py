@@ -1,4 +1,4 @@
-"""How much each term of a loss contributes to the gradient."""
+"""Measures how much each term of a loss contributes to the gradient."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,7 +16,7 @@ def gradient_shares(
 
     Args:
         weighted: the loss's terms by name, each with its weight applied.
-        parameters: the gradient is taken with respect to those of them that train.
+        parameters: the gradient is taken with respect to these; frozen ones are left out.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     norms = {}

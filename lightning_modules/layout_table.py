@@ -1,7 +1,7 @@
-"""A table by class: where a feed-forward network's neurons and an attention's heads lie.
+"""Table of layer classes: which weights belong to a hidden neuron or an attention head.
 
 layouts.py reads it; no model library is imported here. A class is matched exactly, because its
-subclasses may compute something else. A layer of your own is one more line:
+subclasses may compute something else. To add a class of your own, write one line:
 
     LAYOUTS["my.module.Ffn"] = FeedForwardLayout(("up",), "down")
 """
@@ -47,15 +47,15 @@ class AttentionLayout:
         o: path of the output projection.
         head_dim: attribute of the module that holds the size of a head (dots reach children).
         order: the order of "q", "k" and "v" in the output of a fused layer.
-        pieces: number of equal pieces in the output of a fused layer, each of which holds queries,
-            keys and values in that order: 1 for [q | k | v], "groups" for one piece for each
-            key/value head.
+        pieces: number of equal blocks in the output of a fused layer, each of which holds queries,
+            keys and values in that order: 1 for [q | k | v], "groups" for one block per key/value
+            head.
         by_head: paths of further children whose output is split by query heads: a gate, a norm.
         attributes: attributes of the module that depend on the heads in use, each mapped to
             "heads", "width" (heads times head size), "key_value_heads", "key_value_width" or
             "groups" (query heads for each key/value head).
         config: the same for entries of transformers' configuration (also "head_dim"); None where
-            it derives the size of a head from the number of heads.
+            the configuration derives the size of a head from the number of heads.
         fixed: the reason why heads can be neither dropped nor reordered; empty where they can.
     """
 
@@ -88,15 +88,17 @@ def _hf(classes: str, layout: Any = None) -> dict[str, Any]:
 
 def _rope(module: Any) -> AttentionLayout:
     names = ("qkv",) * 3 if module.qkv is not None else ("q_proj", "k_proj", "v_proj")
-    follow = {"num_heads": "heads", "attn_dim": "width", "num_kv_groups": "groups"}
-    follow |= {"num_kv_heads": "key_value_heads", "kv_dim": "key_value_width"}
-    return AttentionLayout(*names, "proj", "head_dim", by_head=("norm", "gate"), attributes=follow)
+    attributes = {"num_heads": "heads", "attn_dim": "width", "num_kv_groups": "groups"}
+    attributes |= {"num_kv_heads": "key_value_heads", "kv_dim": "key_value_width"}
+    return AttentionLayout(
+        *names, "proj", "head_dim", by_head=("norm", "gate"), attributes=attributes
+    )
 
 
 def _gpt2(module: Any) -> AttentionLayout:
     names = ("q_attn" if module.is_cross_attention else "c_attn", "c_attn", "c_attn", "c_proj")
-    follow = {"num_heads": "heads", "split_size": "width"}
-    return AttentionLayout(*names, "head_dim", attributes=follow)
+    attributes = {"num_heads": "heads", "split_size": "width"}
+    return AttentionLayout(*names, "head_dim", attributes=attributes)
 
 
 def _gpt_bigcode(module: Any) -> AttentionLayout:
@@ -107,8 +109,8 @@ def _gpt_bigcode(module: Any) -> AttentionLayout:
 
 
 def _torch(module: Any) -> AttentionLayout:
-    apart = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-    names = ("in_proj_weight",) * 3 if module._qkv_same_embed_dim else apart
+    separate = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+    names = ("in_proj_weight",) * 3 if module._qkv_same_embed_dim else separate
     fixed = "torch's MultiheadAttention takes its head size from the width of the model"
     return AttentionLayout(*names, "out_proj", "head_dim", fixed=fixed)
 
@@ -116,12 +118,13 @@ def _torch(module: Any) -> AttentionLayout:
 # fmt: off
 _MLP = FeedForwardLayout(("fc1",), "fc2", norm="norm")
 _TORCH_MLP = FeedForwardLayout(("linear1",), "linear2", switch_off=("activation_relu_or_gelu",))
-_FOLLOW_VIT = {"num_attention_heads": "heads", "head_dim": "head_dim"}
-_FOLLOW_LLAMA = {**_FOLLOW_VIT, "num_key_value_heads": "key_value_heads"}
+_CONFIG_VIT = {"num_attention_heads": "heads", "head_dim": "head_dim"}
+_CONFIG_LLAMA = {**_CONFIG_VIT, "num_key_value_heads": "key_value_heads"}
 _SELF = ("self.query", "self.key", "self.value", "output.dense", "self.attention_head_size")
 _SEPARATE = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim")
 _FUSED = ("query_key_value",) * 3
 
+# a function where the layout depends on the module's settings
 LAYOUTS: dict[str, Layout | Callable[[Any], Layout]] = {
     # timm. EvaAttention (EVA, DINOv3), BEiT's Attention, Swin's WindowAttention and
     # RelPosAttention are left out: their heads also have position tables or biases of their own.
@@ -162,10 +165,10 @@ LAYOUTS: dict[str, Layout | Callable[[Any], Layout]] = {
           "smollm3.SmolLM3Attention starcoder2.Starcoder2Attention gemma.GemmaAttention "
           "gemma2.Gemma2Attention gemma3.Gemma3Attention",
           AttentionLayout(*_SEPARATE, attributes={"num_key_value_groups": "groups"},
-                          config=_FOLLOW_LLAMA)),
+                          config=_CONFIG_LLAMA)),
     **_hf("vit.ViTAttention deit.DeiTAttention dinov2.Dinov2Attention",
           AttentionLayout(*_SEPARATE, attributes={"num_attention_heads": "heads"},
-                          config=_FOLLOW_VIT)),
+                          config=_CONFIG_VIT)),
     **_hf("bert.BertAttention roberta.RobertaAttention electra.ElectraAttention",
           AttentionLayout(*_SELF, attributes={"self.num_attention_heads": "heads",
                                               "self.all_head_size": "width"})),

@@ -34,8 +34,8 @@ class Cut:
     Attributes:
         path: of the child, relative to the layer's module.
         dim: 0 for its outputs (rows of nn.Linear's weight), 1 for its inputs (columns).
-        parts: (first index, indices per unit) of every contiguous range that the units share out
-            among themselves in their order. Indices outside all parts belong to no unit.
+        parts: (first index, indices per unit) of every contiguous range, which is divided evenly
+            among the units, in order. Indices outside all parts belong to no unit.
         units: number of units.
     """
 
@@ -191,7 +191,7 @@ def fused_slice(model: nn.Module, layer_name: str, letter: str) -> list[range]:
             child, rows = _attention(name, modules[name], layout).rows(letter)
             if child == ".".join(parts[depth:]):
                 return rows
-            raise ValueError(f"{layer_name} does not make {letter!r}: {child} beside it does")
+            raise ValueError(f"{layer_name} does not compute {letter!r}: {child} does")
     owner = modules[".".join(parts[:-1])]
     raise ValueError(
         f"how q, k and v lie in {layer_name} is not known: {class_path(type(owner))} is no "
@@ -238,35 +238,42 @@ def inside(name: str, modules: Sequence[str]) -> bool:
 
 
 def _locate(model: nn.Module, kind: type, what: str) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Name, module and layout of every module with a layout of this kind.
+
+    A module whose class name looks like this kind but has no layout is refused, unless it is part
+    of one that has a layout, or contains one.
+    """
     modules = dict(model.named_modules())
-    skipped = tuple(
+    excluded = tuple(
         f"{name}."
         for name, module in modules.items()
         if class_path(type(module)) in NEITHER
         or (class_path(type(modules[name.rpartition(".")[0]])), name.rpartition(".")[2]) in NEITHER
     )
-    modules = {n: m for n, m in modules.items() if not f"{n}.".startswith(skipped)}
-    known = [(n, m, layout) for n, m in modules.items() if isinstance(layout := layout_of(m), kind)]
-    prefixes = tuple(f"{name}." for name, *_ in known)
+    modules = {n: m for n, m in modules.items() if not f"{n}.".startswith(excluded)}
+    located = [
+        (n, m, layout) for n, m in modules.items() if isinstance(layout := layout_of(m), kind)
+    ]
+    prefixes = tuple(f"{name}." for name, *_ in located)
     for name, module in modules.items():
-        looks = (
+        looks_like_one = (
             LOOKS_LIKE[kind].search(type(module).__name__)
             and next(module.parameters(), None) is not None
         )
-        holds = not name or any(other.startswith(f"{name}.") for other in prefixes)
-        if looks and not holds and not f"{name}.".startswith(prefixes):
+        contains_one = not name or any(other.startswith(f"{name}.") for other in prefixes)
+        if looks_like_one and not contains_one and not f"{name}.".startswith(prefixes):
             path = class_path(type(module))
             raise ValueError(
                 f"{name} is a {path}, a {what} that is not in lightning_modules/layout_table.py; "
                 f"add it: LAYOUTS[{path!r}] = {kind.__name__}(…)"
             )
-    if not known:
-        seen = sorted({class_path(type(m)) for m in modules.values() if any(m.children())})
+    if not located:
+        classes = sorted({class_path(type(m)) for m in modules.values() if any(m.children())})
         raise ValueError(
             f"{type(model).__name__} has no {what} that is in lightning_modules/layout_table.py; "
-            f"it is made of {', '.join(seen)}; add its class: LAYOUTS[…] = {kind.__name__}(…)"
+            f"it is made of {', '.join(classes)}; add its class: LAYOUTS[…] = {kind.__name__}(…)"
         )
-    yield from known
+    yield from located
 
 
 def _feed_forward(name: str, module: nn.Module, layout: FeedForwardLayout) -> FeedForward:
@@ -280,10 +287,10 @@ def _feed_forward(name: str, module: nn.Module, layout: FeedForwardLayout) -> Fe
                 f"{layout.reducing} reads {units}"
             )
         parts = tuple((half * units, 1) for half in range(layout.halves))
-        expanding.append(Cut(_end(module, path, 0), 0, parts, units))
+        expanding.append(Cut(_linear_path(module, path, 0), 0, parts, units))
     if layout.norm and not isinstance(module.get_submodule(layout.norm), nn.Identity):
         expanding.append(Cut(layout.norm, 0, ((0, 1),), units))
-    reducing = Cut(_end(module, layout.reducing, 1), 1, ((0, 1),), units)
+    reducing = Cut(_linear_path(module, layout.reducing, 1), 1, ((0, 1),), units)
     return FeedForward(name, module, units, (*expanding, reducing), layout)
 
 
@@ -308,8 +315,8 @@ def _attention(name: str, module: nn.Module, layout: AttentionLayout) -> Attenti
     for child in dict.fromkeys((layout.q, layout.k, layout.v)):
         letters = [letter for letter in layout.order if getattr(layout, letter) == child]
         if layout.pieces == "groups" and len(letters) > 1:
-            one = (query_heads + len(letters) - 1) * size
-            parts = ((0, one),) if kv_heads == units else ()
+            unit_size = (query_heads + len(letters) - 1) * size
+            parts = ((0, unit_size),) if kv_heads == units else ()
         else:
             rows = {x: _letter_rows(layout, x, heads, kv_heads, size) for x in letters}
             by_unit = [x for x in letters if x == "q" or kv_heads == units]
@@ -317,17 +324,18 @@ def _attention(name: str, module: nn.Module, layout: AttentionLayout) -> Attenti
                 (rows[x][0].start, size * (query_heads if x == "q" else 1)) for x in by_unit
             )
         if parts:
-            cuts.append(Cut(_end(module, child, 0), 0, parts, units))
+            cuts.append(Cut(_linear_path(module, child, 0), 0, parts, units))
     for child in layout.by_head:
         if not isinstance(getattr(module, child, None), nn.Identity | None):
             cuts.append(Cut(child, 0, ((0, query_heads * size),), units))
-    cuts.append(Cut(_end(module, layout.o, 1), 1, ((0, query_heads * size),), units))
+    cuts.append(Cut(_linear_path(module, layout.o, 1), 1, ((0, query_heads * size),), units))
     return Attention(name, module, units, tuple(cuts), layout, heads, kv_heads, size)
 
 
 def _letter_rows(
     layout: AttentionLayout, letter: str, heads: int, kv_heads: int, size: int
 ) -> list[range]:
+    """The ranges of outputs that are "q", "k" or "v"; the arguments are those of `Attention`."""
     child = getattr(layout, letter)
     letters = [x for x in layout.order if getattr(layout, x) == child]
     count = kv_heads if layout.pieces == "groups" else int(layout.pieces)
@@ -339,8 +347,8 @@ def _letter_rows(
     return [range(start, start + share[letter]) for start in starts]
 
 
-def _end(module: nn.Module, path: str, dim: int) -> str:
-    """The path of a layer; of u or v in a low-rank nn.Sequential(u, v), by outputs or inputs."""
+def _linear_path(module: nn.Module, path: str, dim: int) -> str:
+    """The path of a linear layer; in a low-rank nn.Sequential(u, v), of v (dim 0) or u (dim 1)."""
     child = module.get_submodule(path)
     if type(child) is not nn.Sequential:
         return path

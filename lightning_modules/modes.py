@@ -1,4 +1,4 @@
-"""Eval mode for a while, and the float32 islands of mixed precision."""
+"""A context manager for eval mode, and a cast to at least float32."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Put models into eval mode, and afterwards each of their modules into the mode it was in.
+    """Put models into eval mode, and restore the mode of each of their modules afterwards.
 
-    `model.train()` would also put into training mode what stays in eval mode throughout: frozen
-    teachers and batch norms.
+    Calling `model.train()` instead would also switch modules that have to stay in eval mode, such
+    as frozen teachers and batch norms.
     """
     modes = {module: module.training for model in models for module in model.modules()}
     for model in models:

@@ -157,14 +157,14 @@ def save(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if library == "timm":
-        lines, built = _save_timm(model, folder, classes, preprocessing, submodel)
+        lines, loader_entries = _save_timm(model, folder, classes, preprocessing, submodel)
     else:
-        lines, built = _save_transformers(model, folder, classes, submodel)
-    manifest = {"format": FORMAT, **submodel.about} if submodel.about or built else {}
+        lines, loader_entries = _save_transformers(model, folder, classes, submodel)
+    manifest = {"format": FORMAT, **submodel.about} if submodel.about or loader_entries else {}
     pairs: dict[str, Any] = dict(low_rank_layers(model))
-    if built:
+    if loader_entries:
         ranks = {name: _sizes(pair) for name, pair in pairs.items()}
-        manifest |= built
+        manifest |= loader_entries
         manifest |= {"low_rank": ranks, "blocks": submodel.blocks}
         manifest |= {"attributes": submodel.attributes}
         (folder / "load.py").write_text(LOADER.format(library=library, build=BUILD[library]))
@@ -195,6 +195,7 @@ def _build(model: Any, **changes: Any) -> nn.Module:
 
 
 def _refuse_unknown(model: nn.Module, dense: nn.Module) -> None:
+    """Refuse a model with tensors that are neither the library's nor a low-rank layer's."""
     known = dense.state_dict().keys()
     pairs = tuple(f"{name}.{part}." for name in low_rank_layers(model) for part in "uv")
     for name in model.state_dict():
@@ -217,7 +218,7 @@ def _sizes(pair: Any) -> list[Any]:
     return [u.in_features, u.out_features, v.out_features, v.bias is not None]
 
 
-# the lines that load the model, and the manifest's entries for load.py (both empty without need)
+# lines of code that load the model, and the manifest's entries for load.py; one of the two is empty
 Written = tuple[list[str], dict[str, Any]]
 
 
@@ -228,6 +229,7 @@ def _save_timm(
     preprocessing: Mapping[str, Any] | None,
     submodel: Submodel,
 ) -> Written:
+    """Write weights and config.json of a timm model."""
     guesses = submodel.guesses or [{}]
     fits = (one for one in guesses if _shapes(_build(submodel.parent, **one)) == _shapes(model))
     fitting = next(fits, None)
@@ -253,6 +255,7 @@ def _save_timm(
 def _save_transformers(
     model: Any, folder: Path, classes: Sequence[str] | None, submodel: Submodel
 ) -> Written:
+    """Write weights and config.json of a transformers model."""
     name = type(model).__name__
     fits = _shapes(_build(model)) == _shapes(model)
     config = model.config if fits else copy.deepcopy(submodel.parent.config)

@@ -60,7 +60,7 @@ def tune(
     alpha: float | None = None,
     **further: Any,
 ) -> nn.Module:
-    """Make trainable what a method trains, and freeze the rest, in place.
+    """Prepare a model for a fine-tuning method: add and unfreeze its parameters, freeze the rest.
 
     Args:
         model: a timm or transformers model.
@@ -97,7 +97,7 @@ def tune(
             f"unknown method {method!r}: expected one of {', '.join(get_args(Tuning))}"
         )
     if rank < 1:
-        raise ValueError(f"rank {rank} is not a whole number of at least 1: give 8, say")
+        raise ValueError(f"rank {rank} is not a whole number of at least 1: give for example 8")
     modules = dict(model.named_modules())
     for head in heads:
         if head not in modules:

@@ -1,4 +1,4 @@
-"""Starts a new run from old weights, and logs which fitted and which did not."""
+"""Loads initial weights into a model, and logs which tensors fitted and which did not."""
 
 import hashlib
 import logging
@@ -106,8 +106,8 @@ def read_checkpoint(path: str | Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged file can raise almost anything
         raise ValueError(
-            f"{path} cannot be read as a checkpoint ({type(error).__name__}): it is cut off, or of "
-            "another kind; expected one that training has written"
+            f"{path} cannot be read as a checkpoint ({type(error).__name__}): it is truncated, or "
+            "no checkpoint; expected one that training has written"
         ) from error
 
 
@@ -140,10 +140,10 @@ def copy_weights(
     Raises:
         ValueError: if nothing fits the model.
     """
-    own = model.state_dict()
+    current = model.state_dict()
     loaded, reshaped, resampled = {}, [], []
-    for name in state.keys() & own.keys():
-        value, shape = state[name], own[name].shape
+    for name in state.keys() & current.keys():
+        value, shape = state[name], current[name].shape
         shapes = f"{name} {tuple(value.shape)} for {tuple(shape)}"
         owner, _, last = name.rpartition(".")
         if value.shape != shape and last == "pos_embed":
@@ -157,13 +157,17 @@ def copy_weights(
     if not loaded:
         raise ValueError(
             f"nothing in {source} fits {type(model).__name__}: "
-            f"it holds {', '.join(list(state)[:3])}, …, the model has {', '.join(list(own)[:3])}, …"
+            f"it holds {', '.join(list(state)[:3])}, …, "
+            f"the model has {', '.join(list(current)[:3])}, …"
         )
-    shared = {own[name].data_ptr() for name in loaded} - {0}  # an output layer tied to embeddings
-    missing = sorted(n for n in own.keys() - state.keys() if own[n].data_ptr() not in shared)
-    unexpected = sorted(state.keys() - own.keys())
+    # a missing output layer that is tied to the loaded embeddings is not missing
+    shared = {current[name].data_ptr() for name in loaded} - {0}
+    missing = sorted(
+        n for n in current.keys() - state.keys() if current[n].data_ptr() not in shared
+    )
+    unexpected = sorted(state.keys() - current.keys())
     report = LoadReport(sorted(loaded), missing, unexpected, sorted(reshaped), resampled)
-    model.load_state_dict({**own, **loaded})
+    model.load_state_dict({**current, **loaded})
     complete = not (report.missing or report.unexpected or report.reshaped)
     log.log(logging.INFO if complete else logging.WARNING, "init_from %s: %s", source, report)
     return report
@@ -192,11 +196,13 @@ def load_completely(
         ValueError: if required weights are missing or have other shapes.
     """
     report = load_weights(model, source)
-    spared = tuple(f"{name}." for name in optional)
+    optional_prefixes = tuple(f"{name}." for name in optional)
     lacking = [
         name
         for name in report.missing + report.reshaped
-        if name.startswith(required) and not name.startswith(spared) and ".pooler." not in name
+        if name.startswith(required)
+        and not name.startswith(optional_prefixes)
+        and ".pooler." not in name
     ]
     if lacking:
         raise ValueError(
@@ -243,7 +249,7 @@ def mismatch(
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The whole tensor, where FSDP2 may have sharded it."""
+    """The full tensor, gathered from all ranks if FSDP2 has sharded it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

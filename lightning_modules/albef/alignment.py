@@ -1,4 +1,4 @@
-"""A step of ALBEF's training: contrast, then matching and masked tokens on fused states.
+"""The losses of an ALBEF training step: contrast, image–text matching and masked tokens.
 
 arXiv 2107.07651, Section 3.2.
 """
@@ -69,7 +69,7 @@ def align(
     Args:
         model: the online model.
         momentum: its momentum model, changed in place.
-        queue: further keys, changed in place.
+        queue: keys of earlier batches, changed in place.
         pairs: the batch.
         alpha: weight of the momentum model's similarities in the targets, 0 to 1.
     """
@@ -104,7 +104,7 @@ def align(
 
 
 def fuse_pairs(model: RetrievalModel, aligned: Alignment, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Fused states and labels of the pairs, of texts with negative images, and of the reverse.
+    """Fuse every pair, every text with a negative image, and every image with a negative text.
 
     Where no negative could be drawn the pair itself is fused, with the label `IGNORED`.
 
@@ -114,13 +114,15 @@ def fuse_pairs(model: RetrievalModel, aligned: Alignment, mask: Tensor) -> tuple
         mask: of the texts (B, L).
 
     Returns:
-        States (3B, L, D), and labels (3B,).
+        Fused states (3B, L, D), and matching labels (3B,).
     """
-    here = torch.arange(len(mask), device=mask.device)
-    other_image = torch.where(aligned.image_negatives == IGNORED, here, aligned.image_negatives)
-    other_text = torch.where(aligned.text_negatives == IGNORED, here, aligned.text_negatives)
-    texts = torch.cat([here, here, other_text])
-    images = torch.cat([here, other_image, here])
+    own_index = torch.arange(len(mask), device=mask.device)
+    other_image = torch.where(
+        aligned.image_negatives == IGNORED, own_index, aligned.image_negatives
+    )
+    other_text = torch.where(aligned.text_negatives == IGNORED, own_index, aligned.text_negatives)
+    texts = torch.cat([own_index, own_index, other_text])
+    images = torch.cat([own_index, other_image, own_index])
     fused = model.fuse(aligned.text[texts], mask[texts], aligned.image[images])
     return fused, matching_labels(aligned.image_negatives, aligned.text_negatives)
 
@@ -154,12 +156,12 @@ def masked_token_loss(
 def replay(
     model: PretrainModel, pairs: Pairs, aligned: Alignment, masked_ids: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Run another model on a step's pairs, negatives and masked tokens.
+    """Run a second model on the pairs, negatives and masked texts of a step.
 
     Args:
-        model: the other model, such as the teacher.
+        model: the second model, such as the teacher.
         pairs: the batch.
-        aligned: result of `align` with the first model, whose negatives are used.
+        aligned: result of `align` with the first model; its negatives are used again.
         masked_ids: the masked texts (B, L).
 
     Returns:

@@ -23,7 +23,7 @@ def answer_loss(
     """Cross-entropy summed over an answer's tokens, weighted by answer and averaged over questions.
 
     Args:
-        logits: for the token after each, (S, A, vocabulary), of S answers to the batch's questions.
+        logits: next-token logits (S, A, vocabulary) of S answers to the batch's questions.
         logits_m: the momentum model's, (S, A, vocabulary).
         ids: the answers' tokens, [CLS] first, (S, A).
         mask: 1 for tokens, 0 for padding, (S, A).

@@ -74,7 +74,7 @@ class AlbefModule(L.LightningModule):
         schedule: str = "cosine",
     ):
         super().__init__()
-        # these say where a run started: loading its checkpoint must not need old files
+        # initial weights only: a checkpoint must load without these files
         self.save_hyperparameters(ignore=["init_from", "vision_from", "text_from", "teacher_from"])
         self.init_from, self.vision_from, self.text_from = init_from, vision_from, text_from
         self.model: Any = None
@@ -135,8 +135,8 @@ class AlbefModule(L.LightningModule):
                     "do nothing: set model.ratio to null"
                 )
         elif h.ranks is not None:
-            # without init_from a checkpoint usually follows: "randomized" is quicker than "svd" and
-            # still usable if none does
+            # without init_from a checkpoint is usually loaded next, so the quicker "randomized" is
+            # enough; unlike "empty", it can also be trained if none is loaded
             factorize(model, ranks=h.ranks, method="svd" if self.init_from else "randomized")
         elif h.ratio is not None:
             factorize(model, h.ratio, skip=skipped(model))

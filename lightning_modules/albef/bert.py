@@ -22,7 +22,7 @@ from transformers.models.bert.modeling_bert import (
 
 
 class Bert(nn.Module):
-    """Text layers, then fusion layers.
+    """A BERT of text layers, followed by fusion layers with cross-attention.
 
     Args:
         config: widths, heads, dropout and vocabulary; its number of layers is not used.
@@ -42,14 +42,14 @@ class Bert(nn.Module):
     ):
         super().__init__()
         values = config.to_dict() | {"is_decoder": False, "add_cross_attention": False}
-        alone = BertConfig.from_dict(values, attn_implementation="sdpa")
+        text_config = BertConfig.from_dict(values, attn_implementation="sdpa")
         values |= {"is_decoder": True, "add_cross_attention": True}
-        fusing = BertConfig.from_dict(values, attn_implementation="sdpa")
-        self.config, self.text_layers, self.causal = alone, text_layers, causal
-        self.embeddings = BertEmbeddings(alone)
-        layers = [BertLayer(alone) for _ in range(text_layers)]
+        fusion_config = BertConfig.from_dict(values, attn_implementation="sdpa")
+        self.config, self.text_layers, self.causal = text_config, text_layers, causal
+        self.embeddings = BertEmbeddings(text_config)
+        layers = [BertLayer(text_config) for _ in range(text_layers)]
         for _ in range(fusion_layers):
-            layer = BertLayer(fusing)
+            layer = BertLayer(fusion_config)
             layer.attention.self.is_causal = False
             attention = layer.crossattention.self
             attention.key = nn.Linear(context_width, config.hidden_size)
@@ -60,7 +60,7 @@ class Bert(nn.Module):
 
     @property
     def layers(self) -> Sequence[BertLayer]:
-        """Text layers, then fusion layers."""
+        """All layers: first the text layers, then the fusion layers."""
         return self.encoder["layer"]  # type: ignore[return-value]
 
     def text(self, ids: Tensor, mask: Tensor) -> Tensor:
@@ -128,9 +128,9 @@ class Bert(nn.Module):
 class TokenHead(BertLMPredictionHead):
     """Logits of the vocabulary, with the input embeddings as output weights.
 
-    ALBEF's checkpoints hold the output bias under two names, of which transformers uses one. Here
-    the logits get the mean of both, which for the checkpoints' equal values is the same, so that
-    both are trained equally and neither is left without a gradient.
+    ALBEF's checkpoints hold the output bias twice, under two names, and transformers uses only one.
+    Here the logits get the mean of both, so that neither is left without a gradient. In the
+    checkpoints both are equal, and so is their mean.
     """
 
     def __init__(self, bert: Bert):

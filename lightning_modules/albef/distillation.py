@@ -1,8 +1,8 @@
 """The features by which PELA and TinyBERT compare a low-rank ALBEF with its dense original.
 
 A step runs the text layers on the texts and on their masked copies, and the fusion layers on the
-pairs with their negatives and on the masked texts. Each run of a layer is a feature, with padding
-masked. `Features` orders them by layer, then by run.
+pairs with their negatives and on the masked texts. The output of each run of a layer is one
+feature, and its padding is masked. `Features` orders features by layer, then by run.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ Masks = list[Tensor | None]
 
 
 def state_names(model: ALBEF) -> list[str]:
-    """Names of the layers whose outputs are compared: embeddings and blocks, first the image's."""
+    """Names of the compared layers: embeddings and blocks, of the ViT and then of the BERT."""
     vision: Any = model.visual_encoder
     return _names(model, [vision.norm_pre, *vision.blocks, model.bert.embeddings, *_layers(model)])
 
 
 def state_masks(model: ALBEF, mask: Tensor, text_negatives: Tensor) -> Masks:
-    """The tokens that count in each feature of `state_names`.
+    """The padding mask of each feature of `state_names`.
 
     Args:
         model: the student or the teacher.
@@ -33,16 +33,16 @@ def state_masks(model: ALBEF, mask: Tensor, text_negatives: Tensor) -> Masks:
         text_negatives: for each image the index of its negative text, (B,).
 
     Returns:
-        A mask (runs' batch, L) for each feature of texts, None for features of images.
+        A mask (batch of the run, L) for each feature of texts, None for features of images.
     """
     vision: Any = model.visual_encoder
     images: Masks = [None] * (1 + len(vision.blocks))
-    lower, upper = _runs(model, mask, text_negatives)
-    return [*images, *lower[:2], *lower, *upper]
+    text_masks, fusion_masks = _layer_masks(model, mask, text_negatives)
+    return [*images, *text_masks[:2], *text_masks, *fusion_masks]  # the first two: embeddings
 
 
 def score_names(model: ALBEF) -> list[str]:
-    """Names of the layers that compute queries and keys of self-attention, first the image's."""
+    """Names of the query and key layers of self-attention: the ViT's, then the BERT's."""
     vision: Any = model.visual_encoder
     fused = [block.attn.qkv for block in vision.blocks]
     pairs = [(layer.attention.self.query, layer.attention.self.key) for layer in _layers(model)]
@@ -79,7 +79,7 @@ def tinybert(
 
         L = Σ_states MSE(S, T) + Σ_layers MSE(A_s, A_t) + Σ_predictions CE(softmax(z_t), z_s)
 
-    with A the attention scores before the softmax (the mean includes the heads). Student and
+    with A the attention scores before the softmax (the MSE also averages over heads). Student and
     teacher are equally wide and deep, so that TinyBERT's learned projections are the identity, and
     each layer is matched with the teacher's layer of the same index.
 
@@ -98,13 +98,13 @@ def tinybert(
     with torch.autocast(features[0][0].device.type, enabled=False):
         # feature_distillation returns the mean over features, and L has their sum
         loss = feature_distillation(states[0], states[1], masks, "released") * len(masks)
-        both = [attention_scores(student, side[len(masks) :]) for side in features]
-        for place, (one, other) in enumerate(zip(*both, strict=True)):
-            squares = (one.float() - other.float()).square()
-            if place < images:
+        scores = [attention_scores(student, side[len(masks) :]) for side in features]
+        for index, (of_student, of_teacher) in enumerate(zip(*scores, strict=True)):
+            squares = (of_student.float() - of_teacher.float()).square()
+            if index < images:
                 loss = loss + squares.mean()
                 continue
-            mask = texts[place - images].to(squares)
+            mask = texts[index - images].to(squares)
             real = (mask[:, None, :, None] * mask[:, None, None, :]).expand_as(squares)
             loss = loss + (squares * real).sum() / real.sum()
         for logits, target in predictions:
@@ -117,7 +117,7 @@ def _layers(model: ALBEF) -> list[Any]:
     return list(model.bert.layers)
 
 
-def _runs(model: ALBEF, mask: Tensor, text_negatives: Tensor) -> tuple[Masks, Masks]:
+def _layer_masks(model: ALBEF, mask: Tensor, text_negatives: Tensor) -> tuple[Masks, Masks]:
     """Masks of the text layers' and of the fusion layers' features, two runs of each layer."""
     first = model.bert.text_layers
     fused = torch.cat([mask, mask, mask[text_negatives]])

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import BertConfig
 
 from lightning_modules.albef.bert import Bert, TokenBert
-from lightning_modules.backbones import build_vision, fetched
+from lightning_modules.backbones import build_vision, name_in_errors
 
 Task = Literal["pretrain", "retrieval", "entailment", "vqa"]
 # layers that PELA's released code leaves dense in addition to pela.layers.SKIP
@@ -198,9 +198,9 @@ def build(
         A `PretrainModel`, `RetrievalModel`, `EntailmentModel` or `AnswerModel`.
 
     Raises:
-        ValueError: for an unknown task, a model that is not a ViT with a class token, or numbers of
-            layers that do not make an ALBEF.
-        OSError: if text names no BERT that can be read.
+        ValueError: for an unknown task, a model that is not a ViT with a class token, or less than
+            one text or fusion layer.
+        OSError: if `text` is a name or folder from which no BERT configuration can be read.
     """
     if task not in get_args(Task):
         near = difflib.get_close_matches(str(task), get_args(Task), n=1)
@@ -218,7 +218,7 @@ def build(
             "model such as vit_base_patch16_224"
         )
     if isinstance(text, str):
-        with fetched(text):
+        with name_in_errors(text):
             config = BertConfig.from_pretrained(text)
     else:
         config = BertConfig(**(text or {}))

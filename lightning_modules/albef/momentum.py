@@ -12,10 +12,10 @@ NO_ID = -100  # id of the random vectors in a new queue
 class Momentum(nn.Module):
     """An exponential moving average of a model: θ_m ← m · θ_m + (1 − m) · θ.
 
-    It has no gradients and no dropout. Copied from a compressed model, it is as small.
+    It has no gradients and no dropout. The average of a compressed model is compressed, too.
 
     Args:
-        online: the model to copy and to follow.
+        online: the model to average; its current weights are the initial average.
         decay: m.
     """
 
@@ -87,7 +87,7 @@ class Queue(nn.Module):
 
 
 def check_queue(size: int, batch_size: int, ranks: int) -> None:
-    """Refuse a queue that full batches do not fill evenly, as ALBEF does.
+    """Refuse a queue size that is no multiple of the pairs of a step, as ALBEF's code does.
 
     Args:
         size: of the queue.

@@ -78,8 +78,8 @@ class Repair(Pretraining):
     arXiv 2310.10700, Eq. 7, with ALBEF's pre-training losses as L_base. The teacher, from the
     callback FrozenTeacher, gets the student's images, texts, negatives and masked tokens. L_fd
     compares the states of the image, text and fusion layers in all their runs, padding left out.
-    L_rwp compares the online weights; the momentum model, which is as low-rank as the student, is
-    in neither. At the steps that the trainer logs, `train/share_…` is each term's share of the
+    L_rwp compares the online weights. Neither of the two uses the momentum model, which has the
+    student's ranks. At the steps that the trainer logs, `train/share_…` is each term's share of the
     gradient.
 
     Args:
@@ -141,38 +141,39 @@ class Repair(Pretraining):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Eq. 7, with one pass of the student and one of the teacher."""
         h = self.settings
-        repairs: dict[str, Tensor] = {}
+        repair_losses: dict[str, Tensor] = {}
         if h.fd_weight:
             losses, distance = self._distil(batch, batch_idx)
-            repairs["distillation"] = h.fd_weight * distance
+            repair_losses["distillation"] = h.fd_weight * distance
         else:
             losses, *_ = self.pretrain(batch, batch_idx)
         if h.rwp_weight:
             distance = weight_perturbation(self.model, self.teacher, h.p, h.epsilon, h.setting)
-            repairs["perturbation"] = h.rwp_weight * distance
+            repair_losses["perturbation"] = h.rwp_weight * distance
         base = torch.stack(list(losses.values())).sum()
-        log_gradient_shares(self, {"base": base, **repairs})
-        return self.report({**losses, **repairs})
+        log_gradient_shares(self, {"base": base, **repair_losses})
+        return self.report({**losses, **repair_losses})
 
     def _distil(self, batch: dict[str, Tensor], batch_idx: int) -> tuple[dict[str, Tensor], Tensor]:
-        """The base losses, and the distillation loss without its weight α."""
+        """The pre-training losses L_base, and the distillation loss without its weight α."""
         h, student, teacher = self.settings, self.model, self.teacher
         assert teacher is not None
-        plain = h.distillation == "pela"
-        names = state_names(student) + ([] if plain else score_names(student))
+        with_scores = h.distillation != "pela"
+        names = state_names(student) + (score_names(student) if with_scores else [])
         with Features(student, names) as of_student, Features(teacher, names) as of_teacher:
             losses, pairs, aligned, masked_ids, labels, states = self.pretrain(batch, batch_idx)
             with torch.no_grad():
                 fused_t, states_t = replay(teacher, pairs, aligned, masked_ids)
             features = of_student.take(), of_teacher.take()
         negatives = aligned.text_negatives
-        here = torch.arange(len(negatives), device=negatives.device)
-        negatives = torch.where(negatives == IGNORED, here, negatives)
+        own_index = torch.arange(len(negatives), device=negatives.device)
+        negatives = torch.where(negatives == IGNORED, own_index, negatives)
         masks = state_masks(student, pairs.mask, negatives)
-        if plain:
+        if not with_scores:
             return losses, feature_distillation(*features, masks, h.setting)
         chosen = labels != IGNORED
         with torch.no_grad():
             targets = teacher.match(fused_t), teacher.predict_tokens(states_t[chosen])
-        logits = student.match(features[0][len(masks) - 2]), student.predict_tokens(states[chosen])
+        fused = features[0][len(masks) - 2]  # the last layer's run on the pairs and their negatives
+        logits = student.match(fused), student.predict_tokens(states[chosen])
         return losses, tinybert(student, features, masks, list(zip(logits, targets, strict=True)))

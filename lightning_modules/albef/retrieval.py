@@ -23,7 +23,7 @@ class Gallery:
     Attributes:
         image_features: unit vectors (I, d).
         image_states: (I, N, C).
-        image_ids: (I,), negative for padding of a distributed set.
+        image_ids: (I,), negative for padding that gives all ranks equally many examples.
         text_features: unit vectors (T, d).
         text_states: (T, L, D), padded.
         text_mask: 1 for tokens, 0 for padding (T, L).
@@ -60,7 +60,7 @@ class Gallery:
         return Gallery(*columns)
 
     def valid(self) -> "Gallery":
-        """The gallery without the padding of a distributed set: rows with a negative id."""
+        """The gallery without padding, which has negative ids."""
         images, texts = self.image_ids >= 0, self.text_ids >= 0
         columns = [
             value[images if name.startswith("image") else texts]
@@ -106,7 +106,7 @@ def rerank(
     by_text: bool = False,
     rows: Sequence[int] | None = None,
 ) -> Tensor:
-    """Scores of all keys for each query: the k most similar by matching, the others below them.
+    """Score all keys for each query: the k most similar by matching, the others ranked below them.
 
     Args:
         model: the fusion layers and matching head.
@@ -131,14 +131,21 @@ def rerank(
     matches = []
     device = next(model.parameters()).device
     for text, image in zip(texts.split(CHUNK), images.split(CHUNK), strict=True):
-        rows_of = (gallery.text_states[text], gallery.text_mask[text], gallery.image_states[image])
-        states, mask, context = (part.to(device) for part in rows_of)
+        pair_states = (
+            gallery.text_states[text],
+            gallery.text_mask[text],
+            gallery.image_states[image],
+        )
+        states, mask, context = (part.to(device) for part in pair_states)
         logits = model.match(model.fuse(states, mask, context)).float()
         matches.append((logits[:, 1] - logits[:, 0]).to(similarity.device))
-    matched = torch.cat(matches).view(-1, k).to(similarity)
-    # the others lie below a query's re-ranked keys, near enough for float32 to keep their order
-    behind = similarity - similarity.amax(1, keepdim=True) + matched.amin(1, keepdim=True) - 1
-    return behind.scatter(1, top, matched)
+    matching_scores = torch.cat(matches).view(-1, k).to(similarity)
+    # shift the other keys' similarities just below the re-ranked scores: with a larger shift
+    # float32 would round their differences away
+    below = (
+        similarity - similarity.amax(1, keepdim=True) + matching_scores.amin(1, keepdim=True) - 1
+    )
+    return below.scatter(1, top, matching_scores)
 
 
 def rerank_on_all_ranks(
@@ -170,7 +177,7 @@ def rerank_on_all_ranks(
 def recall(
     scores: Tensor, query_ids: Tensor, key_ids: Tensor, at: Sequence[int] = (1, 5, 10)
 ) -> list[float]:
-    """R@k: the share of queries with a key of their id among the k highest scores.
+    """Recall R@k: the share of queries with a key of their id among the k highest scores.
 
     A key of another id with an equal score ranks higher.
 
@@ -198,6 +205,7 @@ def _lengthen(tensor: Tensor, length: int) -> Tensor:
 
 
 def _longest(tensor: Tensor) -> int:
+    """The largest L of a tensor (T, L, …) over all ranks; 0 for (T,)."""
     if tensor.ndim < 2:
         return 0
     return int(gather(torch.tensor([tensor.shape[1]], device=tensor.device)).max())
@@ -206,7 +214,7 @@ def _longest(tensor: Tensor) -> int:
 def _gather_rows(tensor: Tensor) -> Tensor:
     """The rows of all ranks, concatenated; ranks may hold different numbers of them."""
     counts = gather(torch.tensor([len(tensor)], device=tensor.device)).tolist()
-    most = max(counts)
-    padded = torch.cat([tensor, tensor.new_zeros(most - len(tensor), *tensor.shape[1:])])
-    rows = gather(padded).unflatten(0, (len(counts), most))
+    longest = max(counts)
+    padded = torch.cat([tensor, tensor.new_zeros(longest - len(tensor), *tensor.shape[1:])])
+    rows = gather(padded).unflatten(0, (len(counts), longest))
     return torch.cat([part[:count] for part, count in zip(rows, counts, strict=True)])

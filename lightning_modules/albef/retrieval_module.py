@@ -1,4 +1,4 @@
-"""Trains retrieval (contrast and matching, scored by R@k), and grounding, trained likewise."""
+"""Trains image–text retrieval, scored by R@k, and visual grounding, which is trained likewise."""
 
 from typing import Any, ClassVar
 
@@ -46,7 +46,7 @@ class Retrieval(AlbefModule):
         self.galleries: list[Gallery] = []
 
     def on_fit_start(self) -> None:
-        """Refuse a queue that the batches do not fill evenly.
+        """Refuse a queue size that is no multiple of the pairs of a step.
 
         Raises:
             ValueError: see `check_queue`.
@@ -110,8 +110,10 @@ class Retrieval(AlbefModule):
             ids = (gallery.image_ids, gallery.text_ids)
             queries, keys = reversed(ids) if by_text else ids
             similarity = gallery.similarity.T if by_text else gallery.similarity
-            share = (self.global_rank, self.trainer.world_size)
-            reranked = rerank_on_all_ranks(self.model, gallery, self.settings.k, by_text, *share)
+            rank_and_world = (self.global_rank, self.trainer.world_size)
+            reranked = rerank_on_all_ranks(
+                self.model, gallery, self.settings.k, by_text, *rank_and_world
+            )
             for prefix, matrix in (("itc_", similarity), ("", reranked)):
                 for k, value in zip((1, 5, 10), recall(matrix, queries, keys), strict=True):
                     scores[f"{prefix}{name}_r{k}"] = value
@@ -145,7 +147,7 @@ class Grounding(Retrieval):
         self._ground(batch)
 
     def _ground(self, batch: dict[str, Tensor]) -> None:
-        if (batch["labels"] < 0).all():  # padding of a distributed set
+        if (batch["labels"] < 0).all():  # padding that gives all ranks equally many examples
             return
         heat = self.heat(batch)[0]
         height, width = batch["size"].tolist()

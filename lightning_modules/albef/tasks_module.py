@@ -122,7 +122,7 @@ class VQA(AlbefModule):
 
     def _score(self, part: str, batch: dict[str, Tensor]) -> None:
         chosen = self.rank(batch).argmax(1, keepdim=True)
-        real = batch["labels"] >= 0  # not the padding of a distributed set
+        real = batch["labels"] >= 0  # not padding that gives all ranks equally many examples
         scores = batch["scores"].gather(1, chosen)[:, 0][real]
         if len(scores):
             self.accuracy.update(scores)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from lightning_modules.apet.layer import Tuned, TunedLinear, give_rows, start, tuned_class
+from lightning_modules.apet.layer import Tuned, TunedLinear, give_rows, initial_values, tuned_class
 from lightning_modules.apet.placement import OPERATIONS, Operation, Placement, draw
 from lightning_modules.apet.prompt import add_prompt, remove_prompt
 from lightning_modules.layouts import shape_of
 
-# attributes of models whose layers a method has changed, and what the user should do first
+# attribute that a method sets on a model whose layers it has changed → what has to be done first
 RECORDS = {
     "apet": "strip(model) it first",
     "vera": "merge and strip it first",
@@ -70,7 +70,7 @@ def insert(
         ValueError: before anything is changed, for a budget, an operation or a head that does not
             fit the model, or a model whose layers another method has changed.
     """
-    _refuse(model, heads)
+    _check(model, heads)
     placement = draw(model, budget, seed, operations, heads)
     return attach(model, Apet(placement, seed, budget, tuple(operations), tuple(heads)))
 
@@ -89,14 +89,14 @@ def attach(model: nn.Module, record: Apet) -> nn.Module:
 
     Raises:
         ValueError: if the placement or a head does not fit the model, its layers have been changed
-            by another method, or a prompt is asked of a model that embeds no tokens.
+            by another method, or a prompt is to be added to a model without token embeddings.
     """
-    _refuse(model, record.heads)
+    _check(model, record.heads)
     placement = record.placement
     modules = dict(model.named_modules())
-    places = _places(model)
+    owners = _owners(model)
     for name in placement.add:
-        if name not in places:
+        if name not in owners:
             raise ValueError(f"{name} is no parameter of this {type(model).__name__}")
     for name in (*placement.concat, *placement.plug, *placement.bias):
         if type(modules.get(name)) not in (nn.Linear, Conv1D):
@@ -119,7 +119,7 @@ def attach(model: nn.Module, record: Apet) -> nn.Module:
         count = parameter.numel() if index is None else len(index)
         shape = parameter.shape if index is None else (count,)
         values = nn.Parameter(torch.zeros(shape, device=parameter.device))
-        for module, local in places[name]:
+        for module, local in owners[name]:
             changed[module].add(local)
             setattr(module, f"apet_add_{local}", values)
             if index is not None:
@@ -135,16 +135,16 @@ def attach(model: nn.Module, record: Apet) -> nn.Module:
         layer = modules[name]
         outputs, inputs = shape_of(layer)
         rank = -(-up // outputs)
-        first = start(record.seed, f"{name} concat", (rank, inputs))
-        give_rows(layer, "w3", rank, inputs, down, first)
+        initial = initial_values(record.seed, f"{name} concat", (rank, inputs))
+        give_rows(layer, "w3", rank, inputs, down, initial)
         give_rows(layer, "w4", rank, outputs, up, None)
         layer.apet_scale = placement.scale
     for name, (down, biases, up, last) in placement.plug.items():
         layer = modules[name]
         outputs, _ = shape_of(layer)
         neurons = -(-up // outputs)
-        first = start(record.seed, f"{name} plug", (neurons, outputs))
-        give_rows(layer, "w5", neurons, outputs, down, first)
+        initial = initial_values(record.seed, f"{name} plug", (neurons, outputs))
+        give_rows(layer, "w5", neurons, outputs, down, initial)
         give_rows(layer, "w6", neurons, outputs, up, None)
         if biases:
             layer.apet_b5 = nn.Parameter(torch.zeros(biases, device=_device(layer)))
@@ -166,7 +166,9 @@ def apet_of(model: nn.Module) -> Apet:
     """
     record = getattr(model, "apet", None)
     if record is None:
-        raise ValueError(f"{type(model).__name__} has nothing of APET: call insert(model, …) first")
+        raise ValueError(
+            f"{type(model).__name__} has no parameters of APET: call insert(model, …) first"
+        )
     return record
 
 
@@ -204,7 +206,7 @@ def merge(model: nn.Module) -> nn.Module:
         "a prompt": placement.prompt,
         "biases of layers without one": placement.bias,
     }
-    if kinds := [kind for kind, there in fixed.items() if there]:
+    if kinds := [kind for kind, inserted in fixed.items() if inserted]:
         raise ValueError(
             f"{' and '.join(kinds)} cannot be merged into weights: keep the model as it is, or "
             "insert with operations=['add', 'concat']"
@@ -258,19 +260,20 @@ def _device(layer: nn.Module) -> torch.device:
     return weight.device
 
 
-def _places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """The modules that hold each parameter and its name in them, by the parameter's first name."""
+def _owners(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """(module, local name) of each module that holds a parameter, by the parameter's first name."""
     names: dict[int, str] = {}
-    places: dict[str, list[tuple[nn.Module, str]]] = defaultdict(list)
+    owners: dict[str, list[tuple[nn.Module, str]]] = defaultdict(list)
     for prefix, module in model.named_modules():
         for local, parameter in module._parameters.items():
             if parameter is not None:
                 name = names.setdefault(id(parameter), f"{prefix}.{local}" if prefix else local)
-                places[name].append((module, local))
-    return places
+                owners[name].append((module, local))
+    return owners
 
 
-def _refuse(model: nn.Module, heads: Sequence[str]) -> None:
+def _check(model: nn.Module, heads: Sequence[str]) -> None:
+    """Refuse a model whose layers a method has changed, and heads that the model does not have."""
     for record, cure in RECORDS.items():
         if hasattr(model, record):
             raise ValueError(

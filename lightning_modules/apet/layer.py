@@ -27,13 +27,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from lightning_modules.apet.recompute import not_kept
+from lightning_modules.apet.recompute import recompute_instead_of_saving
 from lightning_modules.modes import precise
 
-# an element of the sampled product costs at most as much as so many elements of the dense product,
-# which reads its inputs from the cache more often
+# upper bound of the cost of one element of a sampled product, in elements of a dense product, which
+# uses the processor's cache better
 SAMPLE_COST = 12
-SAMPLED = ("cpu", "cuda")  # device types on which torch can compute single elements of a product
+# device types on which torch can compute single elements of a product
+SAMPLED_DEVICES = ("cpu", "cuda")
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
 
 
@@ -70,15 +71,15 @@ class TunedLinear(Tuned):
     apet_scale: float = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        kind = x.device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))
-        with not_kept(x):
+        device = x.device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
+        with recompute_instead_of_saving(x):
             return self.output(x)
 
     def output(self, x: Tensor) -> Tensor:
         """h_out (…, out) of an input x (…, in), in the type of x."""
-        tall = isinstance(self, Conv1D)  # the weight is (in, out)
+        transposed = isinstance(self, Conv1D)  # the weight is (in, out)
         weight: Any = self._parameters["weight"]
         values = self._parameters.get("apet_add_weight")
         index = self._buffers.get("apet_index_weight")
@@ -87,17 +88,19 @@ class TunedLinear(Tuned):
             bias = self.tuned("bias")
         bias = None if bias is None else bias.to(x.dtype)
         if values is not None and index is not None:
-            y = _TunedLinear.apply(x, weight, bias, values, index, tall)
+            y = _TunedLinear.apply(x, weight, bias, values, index, transposed)
         else:
             weight = self.tuned("weight").to(x.dtype)
-            y = F.linear(x, weight.T if tall else weight, bias)
+            y = F.linear(x, weight.T if transposed else weight, bias)
         output = y
         if "apet_w4" in self._parameters:
             w3, w4 = self.terms()
             output = output + self.apet_scale * F.linear(x, w3.to(x.dtype)) @ w4.to(x.dtype)
         if "apet_w6" in self._parameters:
             w5, b5, w6, b6 = self.neurons()
-            hidden = F.gelu(_Behind.apply(y, w5.to(y.dtype), x, bias, self) + b5.to(y.dtype))
+            hidden = F.gelu(
+                _DownProjection.apply(y, w5.to(y.dtype), x, bias, self) + b5.to(y.dtype)
+            )
             output = output + hidden @ w6.to(y.dtype)
             if b6 is not None:
                 output = output + b6.to(y.dtype)
@@ -130,8 +133,8 @@ class TunedEmbedding(Tuned):
         local_row = torch.searchsorted(rows, row).clamp(max=len(rows) - 1)
         read = rows[local_row] == row
         where = (local_row[read], column[read])
-        kind = torch.promote_types(table.dtype, values.dtype)
-        read_rows = table[rows].to(kind).index_put(where, values[read].to(kind), accumulate=True)
+        dtype = torch.promote_types(table.dtype, values.dtype)
+        read_rows = table[rows].to(dtype).index_put(where, values[read].to(dtype), accumulate=True)
         return F.embedding(local_ids, read_rows.to(table.dtype))
 
 
@@ -141,7 +144,7 @@ class _ScatterAdd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, base: Tensor, values: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(index)
-        return added(base, values, index)
+        return add_at(base, values, index)
 
     @staticmethod
     @once_differentiable
@@ -162,12 +165,12 @@ class _TunedLinear(torch.autograd.Function):
         bias: Tensor | None,
         values: Tensor,
         index: Tensor,
-        tall: bool,
+        transposed: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, values, index)
-        ctx.tall = tall
-        full = added(weight, values, index).to(x.dtype)
-        return F.linear(x, full.T if tall else full, bias)
+        ctx.transposed = transposed
+        full = add_at(weight, values, index).to(x.dtype)
+        return F.linear(x, full.T if transposed else full, bias)
 
     @staticmethod
     @once_differentiable
@@ -175,20 +178,20 @@ class _TunedLinear(torch.autograd.Function):
         x, weight, values, index = ctx.saved_tensors
         grad_x = grad_bias = grad_values = None
         if ctx.needs_input_grad[0]:
-            full = added(weight, values, index).to(grad.dtype)
-            grad_x = grad @ (full.T if ctx.tall else full)
+            full = add_at(weight, values, index).to(grad.dtype)
+            grad_x = grad @ (full.T if ctx.transposed else full)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.flatten(0, -2).sum(0)
         if ctx.needs_input_grad[3]:
             # the gradient of the weight is leftᵀ · right
-            left, right = (x, grad) if ctx.tall else (grad, x)
+            left, right = (x, grad) if ctx.transposed else (grad, x)
             left, right = left.flatten(0, -2), right.flatten(0, -2)
-            grad_values = at(left, right, index, weight.shape[1]).to(values.dtype)
+            grad_values = product_elements(left, right, index, weight.shape[1]).to(values.dtype)
         return grad_x, None, grad_bias, grad_values, None, None
 
 
-class _Behind(torch.autograd.Function):
-    """y W_5ᵀ after a linear layer, y = x Wᵀ + b, without saving y.
+class _DownProjection(torch.autograd.Function):
+    """The adapter's y W_5ᵀ of a linear layer's output y = x Wᵀ + b, without saving y.
 
     ∂L/∂W_5 = gᵀ y = (gᵀ x) Wᵀ + (Σ_t g_t) bᵀ, which is cheap because gᵀ x has few rows.
     """
@@ -216,16 +219,16 @@ class _Behind(torch.autograd.Function):
         return grad @ w5, grad_w5, None, None, None
 
 
-def added(base: Tensor, values: Tensor, index: Tensor) -> Tensor:
+def add_at(base: Tensor, values: Tensor, index: Tensor) -> Tensor:
     """A copy of a parameter with values added at flat indices, summed in at least float32."""
     full = base.clone(memory_format=torch.contiguous_format)
     flat = full.view(-1)
-    kind = torch.promote_types(base.dtype, values.dtype)
-    flat[index] = (flat[index].to(kind) + values).to(base.dtype)
+    dtype = torch.promote_types(base.dtype, values.dtype)
+    flat[index] = (flat[index].to(dtype) + values).to(base.dtype)
     return full
 
 
-def at(left: Tensor, right: Tensor, index: Tensor, columns: int) -> Tensor:
+def product_elements(left: Tensor, right: Tensor, index: Tensor, columns: int) -> Tensor:
     """The elements (n,) of leftᵀ · right at flat indices, in at least float32 where they are few.
 
     Args:
@@ -234,9 +237,12 @@ def at(left: Tensor, right: Tensor, index: Tensor, columns: int) -> Tensor:
         index: (n,), row · columns + column, ascending.
         columns: number of columns of the product.
     """
-    if len(index) * SAMPLE_COST >= left.shape[1] * columns or left.device.type not in SAMPLED:
+    if (
+        len(index) * SAMPLE_COST >= left.shape[1] * columns
+        or left.device.type not in SAMPLED_DEVICES
+    ):
         return (left.T @ right).flatten()[index]
-    left, right = precise(left), precise(right)  # the product knows no shorter types
+    left, right = precise(left), precise(right)  # sampled_addmm has no 16-bit types
     rows, cols = index // columns, index % columns
     starts = torch.searchsorted(rows, torch.arange(left.shape[1] + 1, device=rows.device))
     pattern = torch.sparse_csr_tensor(
@@ -270,7 +276,7 @@ def _rebuild(kind: type, names: tuple[str, ...]) -> Any:
     return tuned.__new__(tuned)
 
 
-def start(seed: int, name: str, shape: tuple[int, int]) -> Tensor:
+def initial_values(seed: int, name: str, shape: tuple[int, int]) -> Tensor:
     """Random initial values of W_3 or W_5, uniform in ±1/√fan_in, the same on every machine.
 
     This is nn.Linear's initialisation (Kaiming uniform with a = √5), which LoRA's A and adapters
@@ -288,7 +294,7 @@ def start(seed: int, name: str, shape: tuple[int, int]) -> Tensor:
 
 
 def give_rows(
-    layer: nn.Module, name: str, rows: int, width: int, trainable: int, first: Tensor | None
+    layer: nn.Module, name: str, rows: int, width: int, trainable: int, initial: Tensor | None
 ) -> None:
     """Add a matrix (rows, width) to a layer, whose first elements, row by row, are trainable.
 
@@ -299,10 +305,10 @@ def give_rows(
         rows: number of rows of the matrix.
         width: number of columns of the matrix.
         trainable: number of trainable elements; the others keep their initial values.
-        first: initial values; zeros when None.
+        initial: initial values; zeros when None.
     """
     device = layer._parameters["weight"].device  # type: ignore[union-attr]
-    flat = torch.zeros(rows * width) if first is None else first.flatten()
+    flat = torch.zeros(rows * width) if initial is None else initial.flatten()
     flat = flat.to(device)
     if trainable:
         setattr(layer, f"apet_{name}", nn.Parameter(flat[:trainable].clone()))
@@ -312,6 +318,7 @@ def give_rows(
 
 
 def _rows(layer: Any, name: str) -> Tensor:
+    """A matrix of `give_rows`, from its trainable and its fixed elements."""
     trained, rest = layer._parameters.get(f"apet_{name}"), layer._buffers.get(f"apet_{name}_rest")
     parts = [part for part in (trained, rest) if part is not None]
     flat = parts[0] if len(parts) == 1 else torch.cat(parts)

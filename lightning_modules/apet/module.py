@@ -6,7 +6,7 @@ import transformers
 from torch import Tensor, nn
 
 from lightning_modules.apet.label_words import LabelWords
-from lightning_modules.backbones import build_text, fetched, match_tokenizer, text_inputs
+from lightning_modules.backbones import build_text, match_tokenizer, name_in_errors, text_inputs
 from lightning_modules.vera.language_module import LanguageTuning
 from lightning_modules.vera.module import IGNORED
 from lightning_modules.vera.text_module import TextTuning
@@ -15,7 +15,7 @@ from lightning_modules.vera.text_module import TextTuning
 class LabelWordTuning(TextTuning):
     """A decoder or encoder–decoder that predicts a label word after `Input: {x} Output:`.
 
-    The DataModule makes the prompts and has the words' tokens (`data.label_words`).
+    The DataModule writes the prompts and gives the words' token ids (`data.label_words`).
 
     Args:
         num_classes: number of classes.
@@ -46,7 +46,7 @@ class LabelWordTuning(TextTuning):
             if getattr(data, "label_words", None) is None:
                 raise ValueError(
                     "LabelWordTuning needs a word for each class, and the data has none: set "
-                    '--data.label_words \'["negative", "positive"]\', say'
+                    'data.label_words, for example to ["negative", "positive"]'
                 )
             h.label_tokens = data.label_tokens
         task = task_of(h.architecture)
@@ -84,19 +84,20 @@ class TextToTextTuning(LanguageTuning):
         """The language model.
 
         Raises:
-            ValueError: if the DataModule's batches are for the other kind of language model.
+            ValueError: if data.encoder_decoder does not agree with the architecture.
         """
         h: Any = self.hparams
         task = task_of(h.architecture)
-        both = task == "seq2seq"
+        encoder_decoder = task == "seq2seq"
         data: Any = getattr(self._trainer, "datamodule", None)
-        if getattr(data, "encoder_decoder", both) != both:
+        if getattr(data, "encoder_decoder", encoder_decoder) != encoder_decoder:
             raise ValueError(
-                f"data.encoder_decoder is {str(not both).lower()}, and {h.architecture} is "
-                f"{'an encoder–decoder' if both else 'a decoder alone'}: set it to "
-                f"{str(both).lower()}"
+                f"data.encoder_decoder is {str(not encoder_decoder).lower()}, and "
+                f"{h.architecture} is "
+                f"{'an encoder–decoder' if encoder_decoder else 'a decoder alone'}: set it to "
+                f"{str(encoder_decoder).lower()}"
             )
-        if not both:
+        if not encoder_decoder:
             return super().build()
         model = build_text(h.architecture, task, h.model_args or {}, self.pretrained)
         match_tokenizer(model, self._trainer)
@@ -109,8 +110,8 @@ class TextToTextTuning(LanguageTuning):
             return super().outputs(batch)
         labels = batch["labels"]
         kept = labels != IGNORED
-        before = model.prepare_decoder_input_ids_from_labels(labels=labels)
-        inputs = {**text_inputs(batch, model), "decoder_input_ids": before, "use_cache": False}
+        decoder_ids = model.prepare_decoder_input_ids_from_labels(labels=labels)
+        inputs = {**text_inputs(batch, model), "decoder_input_ids": decoder_ids, "use_cache": False}
         return model(**inputs).logits[kept], labels[kept]
 
 
@@ -119,6 +120,6 @@ def task_of(architecture: str) -> Literal["seq2seq", "causal"]:
     if architecture in transformers.CONFIG_MAPPING:
         config = transformers.AutoConfig.for_model(architecture)
     else:
-        with fetched(architecture):
+        with name_in_errors(architecture):
             config = transformers.AutoConfig.from_pretrained(architecture)
     return "seq2seq" if config.is_encoder_decoder else "causal"

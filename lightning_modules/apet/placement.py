@@ -1,4 +1,4 @@
-"""The positions of a budget of trainable parameters, drawn at random and met exactly.
+"""Draws random positions for exactly as many trainable parameters as a budget allows.
 
 APET (arXiv 2306.02320), Section 5.1 and Appendix C: tunable weights may be anywhere in a model, in
 any structure, down to single elements of existing weights; a budget fixes their number. A
@@ -82,7 +82,7 @@ def linear_layers(model: nn.Module, heads: Sequence[str] = ()) -> dict[str, Any]
         heads: names of modules to leave out.
     """
     output = _output_layer(model)
-    closed = [
+    uncalled = [
         name
         for name, module in model.named_modules()
         if isinstance(module, READ_WEIGHTS) or type(module).__module__ in READ_WEIGHTS_MODULES
@@ -93,7 +93,7 @@ def linear_layers(model: nn.Module, heads: Sequence[str] = ()) -> dict[str, Any]
         if type(module) in (nn.Linear, Conv1D)
         and module is not output
         and not inside(name, heads)
-        and not inside(name, closed)
+        and not inside(name, uncalled)
     }
 
 
@@ -145,7 +145,7 @@ def draw(
     linear = linear_layers(model, heads)
     if not linear and set(operations) - {"add"}:
         raise ValueError(
-            f"{type(model).__name__} has no linear layer that is called as one, so "
+            f"{type(model).__name__} calls no linear layer, so "
             f"{', '.join(o for o in operations if o != 'add')} cannot be inserted: use "
             "operations=['add']"
         )
@@ -166,6 +166,7 @@ def draw(
 def _draw_elements(
     random: np.random.RandomState, parameters: Mapping[str, Tensor], count: int
 ) -> dict[str, Tensor | None]:
+    """`Placement.add` for `count` distinct elements of the parameters."""
     sizes = np.array([parameter.numel() for parameter in parameters.values()])
     total = int(sizes.sum())
     if 2 * count > total:  # drawing the frozen elements is faster
@@ -198,6 +199,7 @@ def _distinct(random: np.random.RandomState, total: int, count: int) -> np.ndarr
 def _draw_terms(
     random: np.random.RandomState, linear: Mapping[str, Any], count: int
 ) -> dict[str, tuple[int, int]]:
+    """`Placement.concat` for `count` parameters in rank-one terms of random layers."""
     names = list(linear)
     drawn: dict[str, tuple[int, int]] = {}
     while count:
@@ -214,6 +216,7 @@ def _draw_terms(
 def _draw_neurons(
     random: np.random.RandomState, linear: Mapping[str, Any], count: int
 ) -> dict[str, tuple[int, int, int, int]]:
+    """`Placement.plug` for `count` parameters in hidden neurons at random layers."""
     names = list(linear)
     drawn: dict[str, tuple[int, int, int, int]] = {}
     while count:
@@ -252,7 +255,7 @@ def bitfit(model: nn.Module, heads: Sequence[str] = ()) -> Placement:
 def lora(
     model: nn.Module, targets: Sequence[str], rank: int = 8, alpha: float | None = None
 ) -> Placement:
-    """LoRA (Hu et al., 2022) as CONCAT: h_in·W_3·W_4 of one rank at the named layers.
+    """LoRA (Hu et al., 2022) as CONCAT: h_in·W_3·W_4 of rank r at the named layers.
 
     Args:
         model: the model.
@@ -261,7 +264,7 @@ def lora(
         alpha: the scale is alpha / rank; 1 when None.
 
     Raises:
-        ValueError: if no linear layer's name ends so.
+        ValueError: if no linear layer's name ends in one of the targets.
     """
     chosen = _ending_in(model, targets)
     terms = {
@@ -280,7 +283,7 @@ def adapter(model: nn.Module, targets: Sequence[str], width: int = 24) -> Placem
         width: number of hidden neurons of an adapter.
 
     Raises:
-        ValueError: if no linear layer's name ends so.
+        ValueError: if no linear layer's name ends in one of the targets.
     """
     chosen = {name: shape_of(layer)[0] for name, layer in _ending_in(model, targets).items()}
     return Placement(plug={n: (width * d, width, width * d, d) for n, d in chosen.items()})

@@ -40,14 +40,14 @@ def add_prompt(model: nn.Module, tokens: int, seed: int) -> None:
         initial = embed.weight[rows.to(embed.weight.device)].float().clone()
     model.apet_prompt = nn.Parameter(initial)
     config: Any = model.config
-    hook = _before_encoder_decoder if config.is_encoder_decoder else _before
+    hook = _extend_mask_hook if config.is_encoder_decoder else _prepend_hook
     handles = [model.register_forward_pre_hook(hook, with_kwargs=True)]
     if config.is_encoder_decoder:
         encoder: Any = model.get_encoder()  # type: ignore[operator]
-        before = _EncoderHook(model)
-        handles.append(encoder.register_forward_pre_hook(before, with_kwargs=True))
+        encoder_hook = _EncoderHook(model)
+        handles.append(encoder.register_forward_pre_hook(encoder_hook, with_kwargs=True))
     else:
-        handles.append(model.register_forward_hook(_after, with_kwargs=True))
+        handles.append(model.register_forward_hook(_cut_hook, with_kwargs=True))
     setattr(model, HOOKS, handles)
 
 
@@ -59,13 +59,15 @@ def remove_prompt(model: nn.Module) -> None:
     del model.apet_prompt
 
 
-def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def _prepend_hook(
+    model: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
     """Prepend the rows to an encoder's or decoder's input, unless a cached prefix contains them."""
-    kwargs = _named(args, kwargs)
+    kwargs = _by_name(args, kwargs)
     past = kwargs.get("past_key_values")
     cached = past is not None and past.get_seq_length() > 0
     rows = len(model.apet_prompt)  # type: ignore[arg-type]
-    kwargs["attention_mask"] = _longer(kwargs.get("attention_mask"), rows, 1)
+    kwargs["attention_mask"] = _extended(kwargs.get("attention_mask"), rows, 1)
     kwargs.pop("cache_position", None)  # the model computes it for the longer input
     positions = kwargs.get("position_ids")
     if positions is not None:
@@ -75,14 +77,14 @@ def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
             positions = torch.cat([first, positions], 1)
         kwargs["position_ids"] = positions
     if not cached:
-        kwargs = _embedded(model, kwargs)
+        kwargs = _prepend_rows(model, kwargs)
         for name, fill in (("token_type_ids", 0), ("labels", IGNORED)):
             if kwargs.get(name) is not None and kwargs[name].ndim == 2:
-                kwargs[name] = _longer(kwargs[name], rows, fill)
+                kwargs[name] = _extended(kwargs[name], rows, fill)
     return (), kwargs
 
 
-def _after(model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+def _cut_hook(model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
     """Remove the rows' positions from the outputs."""
     embedded = kwargs.get("inputs_embeds")
     if embedded is None:
@@ -94,13 +96,13 @@ def _after(model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -
     return output
 
 
-def _before_encoder_decoder(
+def _extend_mask_hook(
     model: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
     """Extend the mask of the decoder's cross-attention; `_EncoderHook` prepends the rows."""
-    kwargs = _named(args, kwargs)
+    kwargs = _by_name(args, kwargs)
     rows = len(model.apet_prompt)  # type: ignore[arg-type]
-    kwargs["attention_mask"] = _longer(kwargs.get("attention_mask"), rows, 1)
+    kwargs["attention_mask"] = _extended(kwargs.get("attention_mask"), rows, 1)
     return (), kwargs
 
 
@@ -113,15 +115,16 @@ class _EncoderHook:
     def __call__(
         self, encoder: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
-        kwargs = _named(args, kwargs)
+        kwargs = _by_name(args, kwargs)
         length = kwargs["input_ids"].shape[1]
         mask = kwargs.get("attention_mask")
         if mask is not None and mask.shape[1] == length:
-            kwargs["attention_mask"] = _longer(mask, len(self.model.apet_prompt), 1)  # type: ignore
-        return (), _embedded(self.model, kwargs)
+            kwargs["attention_mask"] = _extended(mask, len(self.model.apet_prompt), 1)  # type: ignore
+        return (), _prepend_rows(self.model, kwargs)
 
 
-def _named(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _by_name(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call as keyword arguments."""
     names = ("input_ids", "attention_mask")
     if len(args) > len(names):
         raise ValueError(
@@ -131,7 +134,8 @@ def _named(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _embedded(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _prepend_rows(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments with embedded tokens, behind the prompt's rows, in place of ids."""
     embedded = kwargs.get("inputs_embeds")
     if embedded is None:
         embedded = model.get_input_embeddings()(kwargs.pop("input_ids"))  # type: ignore[operator]
@@ -140,7 +144,8 @@ def _embedded(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs
 
 
-def _longer(values: Tensor | None, rows: int, fill: int) -> Tensor | None:
+def _extended(values: Tensor | None, rows: int, fill: int) -> Tensor | None:
+    """A mask, token types or labels (B, L) with `rows` entries of `fill` put in front."""
     if values is None:
         return None
     if values.ndim != 2:

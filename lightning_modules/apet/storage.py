@@ -78,7 +78,7 @@ def load(model: nn.Module, path: str | Path, placement: Placement | None = None)
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no values of APET at {path}: give the file that save wrote")
+        raise FileNotFoundError(f"no file of APET at {path}: give one that save wrote")
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -91,7 +91,9 @@ def load(model: nn.Module, path: str | Path, placement: Placement | None = None)
     heads, operations = tuple(settings["heads"]), settings["operations"]
     if placement is None:
         if operations is None:
-            raise ValueError(f"{path} holds no draw: give load the placement that it was made with")
+            raise ValueError(
+                f"{path} holds no seed of its positions: give load the placement that was saved"
+            )
         placement = draw(model, settings["budget"], settings["seed"], operations, heads)
     if placement.digest() != metadata["positions"]:
         raise ValueError(
@@ -106,10 +108,10 @@ def load(model: nn.Module, path: str | Path, placement: Placement | None = None)
     trained = {name.removeprefix("heads."): v for name, v in tensors.items() if name != "values"}
     present = {name: v for name, v in model.state_dict().items() if inside(name, heads)}
     if differing := mismatch(trained, present):
-        name, there, here = differing
+        name, in_file, in_model = differing
         raise ValueError(
-            f"the head tensor {name} has shape {there} in {path} and {here} in the model: build "
-            "the model with the same heads and number of classes"
+            f"the head tensor {name} has shape {in_file} in {path} and {in_model} in the "
+            "model: build the model with the same heads and number of classes"
         )
     operations = None if operations is None else tuple(operations)
     attach(model, Apet(placement, settings["seed"], settings["budget"], operations, heads))

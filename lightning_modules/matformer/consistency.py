@@ -68,7 +68,7 @@ class SubmodelMetrics(nn.Module):
         }
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Start new averages."""
         for means in self.means:
             for mean in means.values():  # type: ignore[operator]
                 mean.reset()

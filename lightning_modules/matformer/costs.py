@@ -20,7 +20,7 @@ from lightning_modules.matformer.nest import NestedLayer, granularity, nesting_o
 from lightning_modules.modes import evaluating
 
 Unit = Literal["parameters", "macs", "ms"]
-REPEATS = 9  # timed passes after one warm-up pass; their median counts
+REPEATS = 9  # timed passes after one warm-up pass; the result is their median
 
 
 def layer_costs(
@@ -55,15 +55,15 @@ def layer_costs(
             if unit == "parameters":
                 total: float = sum(p.numel() for p in model.parameters())
                 total -= sum(sum(_parameters(layer)) for layer in layers)
-                each: list[float] = [_parameters(layer)[0] for layer in layers]
+                nested: list[float] = [_parameters(layer)[0] for layer in layers]
                 rest = total
             elif unit == "macs":
-                each, total = _macs(model, batch)
-                rest = total - sum(each)
+                nested, total = _macs(model, batch)
+                rest = total - sum(nested)
             else:
-                each, total = _milliseconds(model, batch)
-                rest = total - sum(each)  # the value at the largest granularity is returned
-        by_granularity.append(each)
+                nested, total = _milliseconds(model, batch)
+                rest = total - sum(nested)  # the value at the largest granularity is returned
+        by_granularity.append(nested)
     return [list(costs) for costs in zip(*by_granularity, strict=True)], rest
 
 
@@ -109,19 +109,19 @@ def _parameters(layer: NestedLayer) -> tuple[int, int]:
 
 def _macs(model: nn.Module, batch: Any) -> tuple[list[float], float]:
     """Multiply-adds of each nested layer and of the model, counted on the meta device."""
-    shadow = copy.deepcopy(model).to("meta").eval().requires_grad_(False)
+    meta_copy = copy.deepcopy(model).to("meta").eval().requires_grad_(False)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        call(shadow, to_device(batch, "meta"))
+        call(meta_copy, to_device(batch, "meta"))
     counts = counter.get_flop_counts()
     root = type(model).__name__
-    each: list[float] = []
+    nested: list[float] = []
     for layer in nesting_of(model).layers:
         # all of an attention module counts, but only the sliced children of a feed-forward
         # network, whose module may be the full block
         paths = [""] if layer.axis == "heads" else [f".{path}" for path in layer.slices()]
         name = f"{root}.{layer.name}" if layer.name else root
-        each.append(sum(sum(counts[name + path].values()) for path in paths) // 2)
-    return each, counter.get_total_flops() // 2
+        nested.append(sum(sum(counts[name + path].values()) for path in paths) // 2)
+    return nested, counter.get_total_flops() // 2
 
 
 @torch.no_grad()
@@ -130,7 +130,7 @@ def _milliseconds(model: nn.Module, batch: Any) -> tuple[list[float], float]:
     layers = nesting_of(model).layers
     device = next(model.parameters()).device
     seconds: list[list[float]] = [[] for _ in layers]
-    begun: dict[int, float] = {}
+    start_times: dict[int, float] = {}
     hooks = []
 
     def now() -> float:
@@ -141,9 +141,11 @@ def _milliseconds(model: nn.Module, batch: Any) -> tuple[list[float], float]:
     for place, layer in enumerate(layers):
         first, last = _ends(layer)
         hooks += [
-            first.register_forward_pre_hook(lambda *_, place=place: begun.update({place: now()})),
+            first.register_forward_pre_hook(
+                lambda *_, place=place: start_times.update({place: now()})
+            ),
             last.register_forward_hook(
-                lambda *_, place=place: seconds[place].append(now() - begun[place])
+                lambda *_, place=place: seconds[place].append(now() - start_times[place])
             ),
         ]
     totals = []

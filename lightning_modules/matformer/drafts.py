@@ -1,4 +1,4 @@
-"""The models of speculative decoding (draft and verifier) and the tokens in their caches."""
+"""Draft and verifier of speculative decoding: models with key/value caches, and their tokens."""
 
 import math
 from typing import Any
@@ -11,7 +11,7 @@ from lightning_modules.counting import count_parameters
 from lightning_modules.matformer.kv_cache import FixedKVCache, KVCache
 from lightning_modules.matformer.nest import nesting_of
 from lightning_modules.matformer.views import (
-    as_set,
+    at_set_granularity,
     first_layers,
     first_tokens,
     for_few_rows,
@@ -20,7 +20,7 @@ from lightning_modules.matformer.views import (
 
 
 class Slots:
-    """The tokens that the caches hold or will hold next, one slot a token, aligned over the batch.
+    """The tokens of a batch, one column (slot) for each position of the key/value caches.
 
     All rows have equally many slots. Where a row had fewer drafted tokens accepted than another,
     its surplus slots are invalid: no token attends to them, and positions do not count them.
@@ -55,22 +55,24 @@ class Slots:
 
 
 class Reader:
-    """A model and its cache of keys and values.
+    """A model with its key/value cache.
 
     Args:
-        model: a decoder of transformers; a nested one as `as_set` gives it.
+        model: a decoder of transformers; of a nested one, the result of `at_set_granularity`.
         cache: a cache to share with another reader; a new one when None.
-        room: with a number of slots, all passes but the prompt's are compiled, with a cache that
-            has room for so many; None for no compilation.
+        max_slots: size of a fixed cache; all passes but the prompt's are then compiled. None for a
+            growing cache and no compilation.
     """
 
     def __init__(
-        self, model: Any, cache: KVCache | FixedKVCache | None = None, room: int | None = None
+        self, model: Any, cache: KVCache | FixedKVCache | None = None, max_slots: int | None = None
     ) -> None:
-        self.model, self.room = for_few_rows(model), room
-        fresh = KVCache() if room is None else FixedKVCache(model.config, max_cache_len=room)
-        self.cache = fresh if cache is None else cache
-        self.compiled = None if room is None else torch.compile(self.model, dynamic=False)
+        self.model, self.max_slots = for_few_rows(model), max_slots
+        new_cache = (
+            KVCache() if max_slots is None else FixedKVCache(model.config, max_cache_len=max_slots)
+        )
+        self.cache = new_cache if cache is None else cache
+        self.compiled = None if max_slots is None else torch.compile(self.model, dynamic=False)
 
     def read(self, slots: Slots, keep: int = 1) -> Tensor:
         """Logits (B, keep, V) after the last `keep` slots, by a pass over the uncached slots."""
@@ -87,15 +89,15 @@ class Reader:
         ).logits
 
     def _read_fixed(self, cache: FixedKVCache, slots: Slots, keep: int) -> Tensor:
-        assert self.room is not None and self.compiled is not None
+        assert self.max_slots is not None and self.compiled is not None
         start, end = cache.length, len(slots)
-        place = torch.arange(self.room, device=slots.tokens.device)
-        query = place[start:end, None]
-        seen = (place < query) & F.pad(slots.valid, (0, self.room - end))[:, None, :]
-        logits = (self.compiled if start else self.model)(  # prompts have any length
+        columns = torch.arange(self.max_slots, device=slots.tokens.device)
+        queries = columns[start:end, None]
+        visible = (columns < queries) & F.pad(slots.valid, (0, self.max_slots - end))[:, None, :]
+        logits = (self.compiled if start else self.model)(  # the prompt's length varies
             _dense(slots.tokens[:, start:]),
-            # each token sees itself, even an invalid one: a row of nothing would become NaN
-            attention_mask=(seen | (place == query))[:, None],
+            # each token attends to itself, even an invalid one: softmax over no token would be NaN
+            attention_mask=(visible | (columns == queries))[:, None],
             position_ids=_dense(slots.positions[:, start:]),
             past_key_values=cache,
             use_cache=True,
@@ -106,7 +108,7 @@ class Reader:
 
 
 def _dense(part: Tensor) -> Tensor:
-    """A copy whose strides are those of its shape, so that torch.compile meets no new ones."""
+    """A copy whose strides are those of its shape, so that torch.compile gets no new ones."""
     return part.clone(memory_format=torch.contiguous_format)
 
 
@@ -116,7 +118,7 @@ def drafter(
     shared: KVCache | FixedKVCache | None = None,
     layers: int | None = None,
     vocabulary: int | None = None,
-    room: int | None = None,
+    max_slots: int | None = None,
 ) -> Reader:
     """The draft model, with the verifier's cache where the two can share it.
 
@@ -124,18 +126,18 @@ def drafter(
         model: the verifier.
         draft: see `speculative_generate`.
         shared: the verifier's cache; None for separate caches.
-        layers: the draft runs only so many of its first layers; all when None.
-        vocabulary: the draft proposes only so many of the first tokens; all when None.
-        room: of `Reader`.
+        layers: number of first layers that the draft runs; all when None.
+        vocabulary: number of first tokens that the draft may propose; all when None.
+        max_slots: see `Reader`.
 
     Raises:
         ValueError: if the draft is larger than the verifier or has another vocabulary, or there
-            are fewer layers or tokens than asked for.
+            are fewer than `layers` layers or `vocabulary` tokens.
     """
     if isinstance(draft, nn.Module):
-        small, shared = as_set(_checked(draft, model)), None
+        small, shared = at_set_granularity(_check_draft(draft, model)), None
     elif draft is None:
-        small = as_set(model)
+        small = at_set_granularity(model)
     else:
         nesting = nesting_of(model)
         chosen = nesting.resolve(draft)
@@ -158,11 +160,11 @@ def drafter(
         small = first_layers(small, layers)
     if vocabulary is not None:
         small = first_tokens(small, vocabulary)
-    return Reader(small, shared, room)
+    return Reader(small, shared, max_slots)
 
 
-def _checked(draft: Any, model: Any) -> Any:
-    """A separate draft model, if its vocabulary and size fit the verifier's."""
+def _check_draft(draft: Any, model: Any) -> Any:
+    """Return a separate draft model, after checking its vocabulary and size."""
     if draft.config.vocab_size != model.config.vocab_size:
         raise ValueError(
             f"the draft has a vocabulary of {draft.config.vocab_size} tokens and the verifier "

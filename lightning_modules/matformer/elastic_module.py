@@ -1,4 +1,4 @@
-"""The training that nested models for images and for text have in common."""
+"""The base class for training nested models of images and of text."""
 
 from typing import Any
 
@@ -92,7 +92,7 @@ class ElasticModule(L.LightningModule):
                     f"a batch of {len(inputs)} cannot be split over {count} granularities: "
                     f"set data.batch_size to at least {count}"
                 )
-            # not chunk, which may return fewer pieces than asked for
+            # not torch.chunk, which may return fewer pieces
             parts = inputs.tensor_split(count), targets.tensor_split(count)
             pieces = list(zip(*parts, strict=True))
         total = torch.stack(joint_losses(self.model, lambda i: self.loss(*pieces[i]))).sum()

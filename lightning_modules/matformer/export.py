@@ -48,12 +48,12 @@ def save(
     chosen = nesting.resolve(granularity)
     small, label = extract(model, chosen).eval(), nesting.label(chosen)
     blocks, attributes = _sizes(small, nesting, chosen)
-    of_timm = not isinstance(model, transformers.PreTrainedModel) and hasattr(
+    is_timm = not isinstance(model, transformers.PreTrainedModel) and hasattr(
         model, "pretrained_cfg"
     )
     submodel = standalone.Submodel(
         parent=model,
-        guesses=_arguments(model, nesting, chosen) if of_timm else (),
+        guesses=_arguments(model, nesting, chosen) if is_timm else (),
         blocks=blocks,
         attributes=attributes,
         about={
@@ -71,7 +71,7 @@ def save(
 
 
 def _arguments(model: Any, nesting: Nesting, chosen: Sequence[int]) -> list[dict[str, Any]]:
-    """Candidate arguments of timm.create_model for the submodel, where one set may fit."""
+    """Candidate arguments of timm.create_model, one of which may build the submodel."""
     arguments = get_model_args(model)
     depth: dict[str, Any] = {}
     ratios: list[dict[str, Any]] = [{}]

@@ -29,8 +29,9 @@ Runs = tuple[int, tuple[tuple[int, int], ...]]  # an axis, and the ranges (start
 def freeze_idle_tail(optimizer: Optimizer, model: nn.Module) -> None:
     """Make every step of the optimizer leave the unused slices of a nested model unchanged.
 
-    Works on full parameters and on FSDP2's shards. The granularity that is set after the backward
-    pass decides; so a closure, such as Lightning passes, is evaluated before the step.
+    Works on full parameters and on FSDP2's shards. Which slices are unused depends on the
+    granularity that is set after the backward pass, so a closure (Lightning passes one) is
+    evaluated before the step.
 
     Args:
         optimizer: any optimizer whose state tensors either have their parameter's shape and start
@@ -80,7 +81,7 @@ def freeze_idle_tail(optimizer: Optimizer, model: nn.Module) -> None:
                 if state.get(key) is None:
                     state[key] = torch.zeros_like(parameter, dtype=value.dtype)
                 part = _local(state[key]).narrow(axis, start, stop - start)
-                if part.data_ptr() != value.data_ptr():  # no view: the first step created it
+                if part.data_ptr() != value.data_ptr():  # not a view: created by the first step
                     part.copy_(value)
         views.clear()
         del optimizer.param_groups[len(groups) :]

@@ -1,10 +1,10 @@
 """Measures the importance of neurons, heads and blocks, and sorts them by it.
 
 When a nested model is trained from scratch, its first neurons become the most important ones
-(MatFormer, arXiv 2310.07707). The neurons of a pre-trained model are in no order, so that nesting
-it as it stands destroys it. Permuting hidden neurons (or heads, together with the key/value head
-they share) does not change the function, so they are sorted by importance first, as DynaBERT
-(arXiv 2004.04037) and Minitron (arXiv 2407.14679) do.
+(MatFormer, arXiv 2310.07707). The neurons of a pre-trained model are in no such order, so nesting
+it without sorting would drop important ones. Permuting hidden neurons (or heads, together with the
+key/value head they share) does not change the function, so they are sorted by importance first, as
+DynaBERT (arXiv 2004.04037) and Minitron (arXiv 2407.14679) do.
 
 The importance of neuron j with activation a_j is the root mean square of its contribution to the
 output:
@@ -54,13 +54,15 @@ def importance(
     """
     layers = _layers(model, part)
     stacks = [x for x in _nested(model) if x.axis == "depth" and "depth" in layers]
-    sums = {(axis, x.name): torch.zeros(()) for axis, found in layers.items() for x in found}
+    sums = {
+        (axis, x.name): torch.zeros(()) for axis, axis_layers in layers.items() for x in axis_layers
+    }
     sums |= {("depth", stack.name): torch.zeros(len(stack.module)) for stack in stacks}  # type: ignore[arg-type]
     tokens = dict.fromkeys(sums, 0.0)
     weight: Tensor | None = None
     hooks = []
 
-    def squares(key: tuple[str, str]) -> Any:
+    def add_squares(key: tuple[str, str]) -> Any:
         def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             values, counted = _flat(args[0], weight)
             sums[key] = sums[key].to(values.device) + (values.double().square() * counted).sum(0)
@@ -68,10 +70,10 @@ def importance(
 
         return hook
 
-    def turned(key: tuple[str, str], place: int) -> Any:
+    def add_angles(key: tuple[str, str], place: int) -> Any:
         def hook(_: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
-            given = args[0] if args else kwargs["hidden_states"]
-            values, counted = _flat(given, weight)
+            block_input = args[0] if args else kwargs["hidden_states"]
+            values, counted = _flat(block_input, weight)
             cosine = F.cosine_similarity(values.double(), output.reshape(values.shape).double(), -1)
             sums[key] = sums[key].to(values.device, torch.float64)
             sums[key][place] += ((1 - cosine) * counted[:, 0]).sum()
@@ -79,16 +81,16 @@ def importance(
 
         return hook
 
-    for axis, found in layers.items():
-        for layer in found:
+    for axis, axis_layers in layers.items():
+        for layer in axis_layers:
             reducing = layer.module.get_submodule(layer.reducing.path)
-            hooks.append(reducing.register_forward_pre_hook(squares((axis, layer.name))))
+            hooks.append(reducing.register_forward_pre_hook(add_squares((axis, layer.name))))
     for stack in stacks:
         for place, block in enumerate(stack.module.children()):
-            hook = turned(("depth", stack.name), place)
+            hook = add_angles(("depth", stack.name), place)
             hooks.append(block.register_forward_hook(hook, with_kwargs=True))
     try:
-        with evaluating(model), _largest(model):
+        with evaluating(model), _at_largest(model):
             for batch in batches:
                 weight = batch.get("attention_mask") if isinstance(batch, Mapping) else None
                 call(model, batch)
@@ -98,10 +100,10 @@ def importance(
     if not all(tokens.values()):
         raise ValueError("importance needs at least one batch that reaches every layer; got none")
     scores: Scores = {axis: {} for axis in layers}
-    for axis, found in layers.items():
-        for layer in found:
+    for axis, axis_layers in layers.items():
+        for layer in axis_layers:
             mean = sums[axis, layer.name] / tokens[axis, layer.name]
-            scores[axis][layer.name] = _of_units(layer, mean)
+            scores[axis][layer.name] = _unit_scores(layer, mean)
     for stack in stacks:
         key = ("depth", stack.name)
         scores["depth"][stack.name] = sums[key] / tokens[key]
@@ -126,8 +128,8 @@ def reorder(model: nn.Module, scores: Scores) -> nn.Module:
         ValueError: before anything is changed, if the scores do not fit the model's layers.
     """
     moves: list[tuple[Layer, Tensor]] = []
-    for axis, found in _layers(model, tuple(scores)).items():
-        for layer in found:
+    for axis, axis_layers in _layers(model, tuple(scores)).items():
+        for layer in axis_layers:
             values = scores[axis].get(layer.name)
             if values is None or values.shape != (layer.units,):
                 raise ValueError(
@@ -153,6 +155,7 @@ def _nested(model: nn.Module) -> list[NestedLayer]:
 
 
 def _layers(model: nn.Module, part: str | Sequence[str] | None) -> dict[str, Sequence[Layer]]:
+    """The layers to score, by axis; none for "depth"."""
     nested = _nested(model)
     axes = tuple(dict.fromkeys(layer.axis for layer in nested))
     wanted = (part,) if isinstance(part, str) else part or axes or ("ffn",)
@@ -163,13 +166,13 @@ def _layers(model: nn.Module, part: str | Sequence[str] | None) -> dict[str, Seq
         elif axis == "ffn":
             layers[axis] = feed_forwards(model)
         elif axis == "heads":
-            found = attentions(model)
-            for layer in found:
+            axis_layers = attentions(model)
+            for layer in axis_layers:
                 if layer.layout.fixed:
                     raise ValueError(
                         f"the heads of {layer.name} cannot be reordered: {layer.layout.fixed}"
                     )
-            layers[axis] = found
+            layers[axis] = axis_layers
         else:
             raise ValueError(
                 f"part {axis!r}: expected 'ffn', 'heads', or an axis of a nested model"
@@ -177,20 +180,21 @@ def _layers(model: nn.Module, part: str | Sequence[str] | None) -> dict[str, Seq
     return layers
 
 
-def _largest(model: nn.Module) -> Any:
+def _at_largest(model: nn.Module) -> Any:
     nested = _nested(model)
     return granularity(model, len(nested[0].widths) - 1) if nested else nullcontext()
 
 
 def _flat(values: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Values as (tokens, features), and their weights (tokens, 1): 0 where the mask is, else 1."""
+    """Values as (tokens, features), and their weights (tokens, 1): 0 for masked tokens, else 1."""
     counted = torch.ones(values.shape[:-1], device=values.device, dtype=torch.float64)
     if weight is not None and weight.numel() == counted.numel():
         counted = weight.to(counted).reshape(counted.shape)
     return values.reshape(-1, values.shape[-1]), counted.reshape(-1, 1)
 
 
-def _of_units(layer: Layer, mean_squares: Tensor) -> Tensor:
+def _unit_scores(layer: Layer, mean_squares: Tensor) -> Tensor:
+    """The importance (units,) of a layer's units, from E[a_j²] of the reducing layer's inputs."""
     cut = layer.reducing
     child: Any = layer.module.get_submodule(cut.path)
     columns = child.weight.double().square().sum(1 if isinstance(child, Conv1D) else 0)
@@ -199,6 +203,7 @@ def _of_units(layer: Layer, mean_squares: Tensor) -> Tensor:
 
 
 def _permute(child: Any, cut: Cut, order: Tensor) -> None:
+    """Reorder the units of a child layer, in place: unit `order[i]` becomes unit i."""
     for parameter in child.parameters(recurse=False):
         if parameter.ndim == 1 and cut.dim == 1:
             continue  # the bias of a reducing layer

@@ -1,4 +1,4 @@
-"""The losses of all granularities in one step, as DynaBERT and the official codes train."""
+"""The losses of all granularities in one step, as in DynaBERT and the official implementations."""
 
 from collections.abc import Callable
 
@@ -11,9 +11,9 @@ def joint_losses(model: nn.Module, loss_of: Callable[[int], Tensor]) -> list[Ten
     """The loss at every granularity, smallest first, ready for the backward pass of their sum.
 
     With gradient checkpointing the backward pass runs the blocks again, and they must then have the
-    widths of the forward pass. Autograd processes the graph that was built last first, one loss
-    after the other, so a hook on each loss sets its granularity again before its backward pass.
-    Without a backward pass the largest granularity stays set, after one the smallest.
+    widths of the forward pass. Autograd runs the backward passes one after the other, last loss
+    first, so a hook on each loss sets that loss's granularity again. The largest granularity stays
+    set until the backward pass, and the smallest after it.
 
     Args:
         model: a nested model.

@@ -1,11 +1,11 @@
-"""Caches of keys and values that can be shortened and overwritten at no cost."""
+"""Key/value caches that can be shortened and overwritten without copying."""
 
 from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache
 
-ROOM = 256  # tokens by which a full buffer grows
+GROWTH = 256  # spare tokens in a buffer that has been enlarged
 
 
 class OverwrittenLayer(CacheLayerMixin):
@@ -53,7 +53,7 @@ class OverwrittenLayer(CacheLayerMixin):
 
 
 class KVCache(Cache):
-    """A cache for a decoder of transformers that can be shortened at no cost."""
+    """A growing cache for a decoder of transformers, which can be shortened without copying."""
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=OverwrittenLayer)
@@ -70,10 +70,10 @@ class KVCache(Cache):
 
 
 class FixedKVCache(StaticCache):
-    """The same with room for a fixed number of tokens, so that all passes have the same shapes.
+    """A cache of fixed size that can be shortened; its shapes are the same in all passes.
 
     Attributes:
-        length: number of valid tokens; whoever runs a pass adds its tokens.
+        length: number of valid tokens; the caller of a pass has to increase it.
     """
 
     length = 0
@@ -90,7 +90,7 @@ def _write(buffer: Tensor | None, states: Tensor, start: int) -> Tensor:
     assert buffer is not None
     end = start + states.shape[2]
     if end > buffer.shape[2]:
-        grown = states.new_empty(*states.shape[:2], end + ROOM, states.shape[3])
+        grown = states.new_empty(*states.shape[:2], end + GROWTH, states.shape[3])
         grown[:, :, :start] = buffer[:, :, :start]
         buffer = grown
     buffer[:, :, start:end] = states

@@ -97,7 +97,7 @@ class MatLM(ElasticModule):
         super().__init__(fractions, joint, split_batch)
         if not 0 <= distill <= 1:
             raise ValueError(f"distill is {distill}, expected a share of the loss from 0 to 1")
-        # these say where a run started: loading its checkpoint must not download or need old files
+        # initial weights only: a checkpoint must load without downloading or needing these files
         self.save_hyperparameters(ignore=["init_from", "pretrained", "teacher_from"])
         self.init_from, self.pretrained, self.teacher_from = init_from, pretrained, teacher_from
         self.teacher: Any = None
@@ -114,12 +114,12 @@ class MatLM(ElasticModule):
             config = AutoConfig.for_model(**h.config)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         match_tokenizer(model, self._trainer)
-        embedded = model.config.vocab_size
-        tokens = getattr(getattr(self._trainer, "datamodule", None), "vocab_size", embedded)
-        if not self.pretrained and tokens < embedded:
+        vocabulary = model.config.vocab_size
+        tokens = getattr(getattr(self._trainer, "datamodule", None), "vocab_size", vocabulary)
+        if not self.pretrained and tokens < vocabulary:
             warnings.warn(
-                f"the tokenizer has {tokens} entries and the model embeds {embedded}, so the rest "
-                "is never used: train the tokenizer on more text, or set vocab_size in "
+                f"the tokenizer has {tokens} entries and the model embeds {vocabulary}, so the "
+                "rest is never used: train the tokenizer on more text, or set vocab_size in "
                 "model.model_args and data alike",
                 stacklevel=2,
             )
@@ -165,9 +165,14 @@ class MatLM(ElasticModule):
                 "trainer.callbacks, or set model.distill to 0"
             )
         with torch.no_grad():
-            taught = self.teacher(inputs, use_cache=False).logits[:, :-1].flatten(0, 1).float()
+            teacher_logits = (
+                self.teacher(inputs, use_cache=False).logits[:, :-1].flatten(0, 1).float()
+            )
         divergence = F.kl_div(
-            logits.log_softmax(-1), taught.log_softmax(-1), reduction="none", log_target=True
+            logits.log_softmax(-1),
+            teacher_logits.log_softmax(-1),
+            reduction="none",
+            log_target=True,
         ).sum(-1)
         return (1 - share) * loss + share * divergence[targets != -100].mean()
 

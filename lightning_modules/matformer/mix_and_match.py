@@ -64,18 +64,18 @@ def mix_and_match(costs: Costs, budget: float) -> list[int]:
     """
     check_budget(costs, budget)
     layers, granularities = len(costs), len(costs[0])
-    ladder = [
+    candidates = [
         [low] * (layers - raised) + [low + 1] * raised
         for low in range(granularities - 1)
         for raised in range(layers)
     ]
-    ladder.append([granularities - 1] * layers)
+    candidates.append([granularities - 1] * layers)
 
     def cost(configuration: Sequence[int]) -> float:
         return sum(layer[index] for layer, index in zip(costs, configuration, strict=True))
 
     # measured costs need not grow with size; among equal costs the larger configuration wins
-    affordable = [(cost(c), place, c) for place, c in enumerate(ladder) if cost(c) <= budget]
+    affordable = [(cost(c), place, c) for place, c in enumerate(candidates) if cost(c) <= budget]
     return max(affordable)[2]
 
 
@@ -87,7 +87,8 @@ def arrange(configuration: Sequence[int], order: Order) -> list[int]:
 
     Args:
         configuration: Granularity of each layer, in any order.
-        order: How granularity moves with depth. The two orders with a turn put it in the middle.
+        order: How granularity changes with depth; "increase-decrease" and "decrease-increase" turn
+            in the middle.
 
     Returns:
         The same granularities, each as often as before.
@@ -100,5 +101,5 @@ def arrange(configuration: Sequence[int], order: Order) -> list[int]:
     ranked = sorted(configuration, reverse=order.startswith("decrease"))
     if order in ("increase", "decrease"):
         return ranked
-    # Every other entry before the turn, the rest after it in reverse: right for odd counts too.
+    # every other entry before the turn, the rest after it in reverse; this also fits odd counts
     return ranked[::2] + ranked[1::2][::-1]

@@ -91,7 +91,7 @@ class MatViT(ElasticModule):
         granularity: list[int] | str | None = None,
     ):
         super().__init__(fractions, joint, split_batch)
-        # these say where a run started: loading its checkpoint must not download or need old files
+        # initial weights only: a checkpoint must load without downloading or needing these files
         self.save_hyperparameters(ignore=["init_from", "pretrained", "granularity"])
         self.init_from, self.pretrained = init_from, pretrained
         self.granularity = granularity

@@ -56,7 +56,7 @@ def nest(
 ) -> nn.Module:
     """Make every feed-forward network, attention or the depth of the model nested, in place.
 
-    Knows the classes of lightning_modules/layout_table.py. The model starts at the largest
+    Supports the classes of lightning_modules/layout_table.py. The model starts at the largest
     granularity and computes what it computed before.
 
     Args:
@@ -122,7 +122,7 @@ def extract(model: nn.Module, granularity: Granularity) -> nn.Module:
             if layer.axis == "depth":
                 memo[id(layer.module)] = _without_skipped(layer, memo)
         small = copy.deepcopy(model, memo)
-        _follow(model, nesting.layers, memo)
+        _update_configs(model, nesting.layers, memo)
     finally:
         set_granularity(model, before)
     for layer in nesting.layers:
@@ -150,7 +150,7 @@ def _without_skipped(layer: NestedLayer, memo: dict[int, Any]) -> nn.Module:
     return copied
 
 
-def _follow(model: nn.Module, layers: Sequence[NestedLayer], memo: dict[int, Any]) -> None:
+def _update_configs(model: nn.Module, layers: Sequence[NestedLayer], memo: dict[int, Any]) -> None:
     """Write the sizes in use into the copies of the configurations, where all layers agree."""
     modules = dict(model.named_modules())
     sizes: dict[int, dict[str, list[Any]]] = {}
@@ -162,7 +162,7 @@ def _follow(model: nn.Module, layers: Sequence[NestedLayer], memo: dict[int, Any
             if copied is None:
                 continue
             if layer.layer is None:
-                _follow_depth(copied, len(layer.module), layer.kept[layer.granularity])  # type: ignore[arg-type]
+                _update_depth(copied, len(layer.module), layer.kept[layer.granularity])  # type: ignore[arg-type]
                 continue
             values = layer.layer.config(layer.units) or {}
             if any(hasattr(config, key) for key in values):
@@ -174,7 +174,8 @@ def _follow(model: nn.Module, layers: Sequence[NestedLayer], memo: dict[int, Any
                 setattr(values_of_key[0][0], key, values_of_key[0][1])
 
 
-def _follow_depth(config: Any, blocks: int, kept: Sequence[int]) -> None:
+def _update_depth(config: Any, blocks: int, kept: Sequence[int]) -> None:
+    """Write the kept blocks into a configuration that describes a model of `blocks` blocks."""
     if getattr(config, "num_hidden_layers", None) != blocks:
         return
     for name, value in list(vars(config).items()):  # such as layer_types: one entry per block
@@ -243,7 +244,7 @@ def _describe_depth(model: nn.Module, fractions: Sequence[float]) -> NestedLayer
             "such blocks are BLOCKS in lightning_modules/layout_table.py"
         )
     name, stack = stacks[0]
-    widths = _whole(name, fractions, len(stack), "blocks")
+    widths = _unit_counts(name, fractions, len(stack), "blocks")
     remaining = list(range(len(stack)))
     kept = []
     for width in reversed(widths):  # each granularity picks evenly from the next larger one's
@@ -254,10 +255,11 @@ def _describe_depth(model: nn.Module, fractions: Sequence[float]) -> NestedLayer
 
 
 def _widths(layer: Layer, fractions: Sequence[float], what: str) -> tuple[int, ...]:
-    return _whole(layer.name, fractions, layer.units, what)
+    return _unit_counts(layer.name, fractions, layer.units, what)
 
 
-def _whole(name: str, fractions: Sequence[float], full: int, what: str) -> tuple[int, ...]:
+def _unit_counts(name: str, fractions: Sequence[float], full: int, what: str) -> tuple[int, ...]:
+    """The fractions of `full` units as numbers of units, which have to be whole and above 0."""
     widths = tuple(round(fraction * full) for fraction in fractions)
     for fraction, width in zip(fractions, widths, strict=True):
         if width == 0 or abs(width - fraction * full) > 1e-6 * full:

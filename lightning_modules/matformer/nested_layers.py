@@ -1,7 +1,7 @@
 """Layers that use only the first units of their weights: neurons, heads or groups of heads.
 
 `slice_layer` turns a layer into a nested one by changing its class; its parameters, their names and
-its hooks stay.
+its hooks do not change.
 """
 
 import copy

@@ -70,7 +70,7 @@ class NestedLayer:
         return {cut.path: self.module.get_submodule(cut.path) for cut in self.layer.cuts}  # type: ignore[misc]
 
     def begin(self) -> None:
-        """Make the children sliced and set the largest granularity."""
+        """Turn the children into nested layers, and set the largest granularity."""
         if self.layer is None:
             for block in self.module.children():
                 block.forward = Skip(block)
@@ -85,7 +85,7 @@ class NestedLayer:
 
 
 class Skip:
-    """The forward of a residual block that may be skipped: then it returns its input."""
+    """Replaces the forward of a residual block: while `skipped` is set, it returns the input."""
 
     def __init__(self, block: nn.Module):
         self.block = block

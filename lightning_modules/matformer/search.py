@@ -1,8 +1,8 @@
 """Evolutionary search for a submodel: the baseline that Mix'n'Match is compared with.
 
 MatFormer, arXiv 2310.07707, appendix D.1. Measure the loss of a random sample of submodels, learn
-to predict loss from architecture, then evolve the architecture of least predicted loss within a
-budget. Mix'n'Match needs none of this and has the lower loss in the paper's Table 5.
+to predict the loss from the configuration, then evolve the configuration of least predicted loss
+within a budget. Mix'n'Match needs none of this and has the lower loss in the paper's Table 5.
 
 The paper names neither the predictor nor the settings of the evolution; we chose those here.
 """
@@ -165,19 +165,19 @@ def evolve(
     check_budget(costs, budget)
     if population < 4:
         raise ValueError(
-            f"population is {population}; use at least 4, because a quarter of it become parents."
+            f"population is {population}; use at least 4, because a quarter become parents."
         )
     generator = np.random.default_rng(seed)
     cost = np.asarray(costs)
     layers, granularities = cost.shape
-    place = np.arange(layers)
+    layer_index = np.arange(layers)
 
     def random(count: int) -> NDArray[np.int64]:
         return generator.integers(granularities, size=(count, layers))
 
     def repair(configurations: NDArray[np.int64]) -> NDArray[np.int64]:
         """Lower random layers by one step until every configuration is within the budget."""
-        while (over := np.flatnonzero(cost[place, configurations].sum(axis=1) > budget)).size:
+        while (over := np.flatnonzero(cost[layer_index, configurations].sum(axis=1) > budget)).size:
             # 1 - [0, 1) is never 0, so a layer that is already smallest never has the highest draw
             draw = (1 - generator.random((over.size, layers))) * (configurations[over] > 0)
             configurations[over, draw.argmax(axis=1)] -= 1
@@ -186,13 +186,13 @@ def evolve(
     def fittest(configurations: NDArray[np.int64], count: int) -> NDArray[np.int64]:
         return configurations[predictor.predict(configurations).argsort(kind="stable")[:count]]
 
-    alive = repair(random(population))
+    generation = repair(random(population))
     for _ in range(generations):
-        parents = fittest(alive, population // 4)
-        births = population - len(parents)
-        mothers, fathers = parents[generator.integers(len(parents), size=(2, births))]
-        children = np.where(generator.random((births, layers)) < 0.5, mothers, fathers)
-        mutates = generator.random((births, layers)) < mutation
-        children = np.where(mutates, random(births), children)
-        alive = np.concatenate([parents, repair(children)])
-    return fittest(alive, 1)[0].tolist()
+        parents = fittest(generation, population // 4)
+        child_count = population - len(parents)
+        mothers, fathers = parents[generator.integers(len(parents), size=(2, child_count))]
+        children = np.where(generator.random((child_count, layers)) < 0.5, mothers, fathers)
+        mutates = generator.random((child_count, layers)) < mutation
+        children = np.where(mutates, random(child_count), children)
+        generation = np.concatenate([parents, repair(children)])
+    return fittest(generation, 1)[0].tolist()

@@ -1,6 +1,6 @@
 """Speculative decoding: a submodel drafts some tokens, the model verifies them in one pass.
 
-MatFormer (arXiv 2310.07707), Table 2 and Appendix C.1, on Leviathan et al. (arXiv 2211.17192).
+MatFormer (arXiv 2310.07707), Table 2 and Appendix C.1, after Leviathan et al. (arXiv 2211.17192).
 Let d_1 … d_k be the drafted tokens, drawn from q_1 … q_k, and p_1 … p_{k+1} the verifier's
 distributions at the same positions and after the last:
 
@@ -26,7 +26,7 @@ from transformers import StopStringCriteria
 
 from lightning_modules.matformer.drafts import Reader, Slots, drafter
 from lightning_modules.matformer.nest import Granularity
-from lightning_modules.matformer.views import as_set
+from lightning_modules.matformer.views import at_set_granularity
 from lightning_modules.modes import evaluating, precise
 
 LONGEST_DRAFT = 16  # the most tokens of a draft with draft_tokens="adaptive"
@@ -90,13 +90,13 @@ def speculative_generate(
     generator: torch.Generator | None = None,
     record: SpeculationRecord | None = None,
 ) -> Tensor:
-    """Continue prompts as the model would alone, in fewer of its passes.
+    """Continue prompts as the model alone would, but with fewer passes of the model.
 
     Args:
         model: the verifier, a decoder of transformers, at the granularity that is set. Dropout is
             off while it decodes.
         input_ids: prompts (B, L), padded on the left.
-        draft: the granularity of a nested model that drafts; or another model with the same
+        draft: what drafts: a granularity of a nested model; or another model with the same
             vocabulary; or None for the model itself (with `draft_layers`).
         max_new_tokens: the most new tokens of a sequence.
         draft_tokens: k; "adaptive" chooses the k of each round by `expected_speedup`, from the
@@ -105,8 +105,8 @@ def speculative_generate(
         share_cache: draft and verifier use one cache where they can: if the draft is a submodel
             with all heads, or the model's first layers. Otherwise each has its own.
         do_sample: draw from the verifier's distribution instead of taking the likeliest token.
-        draft_layers: the draft uses only so many of its first layers before the output layer.
-        draft_vocabulary: the draft proposes only so many of the first tokens of the vocabulary
+        draft_layers: number of its first layers that the draft uses before the output layer.
+        draft_vocabulary: number of first tokens of the vocabulary that the draft may propose
             (tokenizers number frequent tokens first), which makes its output layer smaller.
         compiled: compile the passes of draft and verifier (torch.compile), with a cache of fixed
             size. The first call with new shapes takes a minute or two, later ones are faster: small
@@ -138,10 +138,10 @@ def speculative_generate(
     record = SpeculationRecord() if record is None else record
     with evaluating(model, *([draft] if isinstance(draft, nn.Module) else [])):
         longest = LONGEST_DRAFT if draft_tokens == "adaptive" else draft_tokens
-        room = _room(input_ids, max_new_tokens + longest) if compiled else None
-        verifier = Reader(as_set(model), room=room)
+        max_slots = _max_slots(input_ids, max_new_tokens + longest) if compiled else None
+        verifier = Reader(at_set_granularity(model), max_slots=max_slots)
         shared = verifier.cache if share_cache else None
-        drafting = drafter(model, draft, shared, draft_layers, draft_vocabulary, room)
+        drafting = drafter(model, draft, shared, draft_layers, draft_vocabulary, max_slots)
         loop = _Loop(verifier, drafting, do_sample, temperature, generator, record)
         adapted = draft_tokens == "adaptive"
         cost = relative_cost(verifier, drafting, input_ids) if adapted else 0.0
@@ -154,10 +154,10 @@ def speculative_generate(
                 row.extend(tokens)
             if all(row.finished for row in rows):
                 break
-            room = max(max_new_tokens - len(row.new) for row in rows if not row.finished)
+            remaining = max(max_new_tokens - len(row.new) for row in rows if not row.finished)
             k = _best_length(record, cost) if draft_tokens == "adaptive" else draft_tokens
             active = torch.tensor([not row.finished for row in rows], device=input_ids.device)
-            new = loop.round(slots, min(k, room - 1), active)
+            new = loop.round(slots, min(k, remaining - 1), active)
     fill = pad_token_id if pad_token_id is not None else (ends[0] if ends else 0)
     longest = max(len(row.new) for row in rows)
     written = [row.new + [fill] * (longest - len(row.new)) for row in rows]
@@ -280,20 +280,24 @@ class _Loop:
             q[:, j, : proposal.shape[1]] = proposal
         chosen = tokens[..., None]
         uniform = torch.rand(tokens.shape, generator=self.generator, dtype=p.dtype, device=p.device)
-        fits = uniform * q[:, :-1].gather(2, chosen)[..., 0] < p[:, :-1].gather(2, chosen)[..., 0]
-        accepted = fits.long().cumprod(1).sum(1)
-        at = accepted[:, None, None].expand(-1, 1, p.shape[-1])
-        rest = (p - q).clamp(min=0).gather(1, at)[:, 0]
-        # p equals q up to rounding, so that the rejection is a rounding error as well: draw from p
-        rest = torch.where(rest.sum(1, keepdim=True) > 0, rest, p.gather(1, at)[:, 0])
-        return accepted, torch.multinomial(rest, 1, generator=self.generator)[:, 0]
+        passes_test = (
+            uniform * q[:, :-1].gather(2, chosen)[..., 0] < p[:, :-1].gather(2, chosen)[..., 0]
+        )
+        accepted = passes_test.long().cumprod(1).sum(1)
+        index = accepted[:, None, None].expand(-1, 1, p.shape[-1])
+        residual = (p - q).clamp(min=0).gather(1, index)[:, 0]
+        # where p equals q up to rounding, the rejection is a rounding error as well: draw from p
+        residual = torch.where(
+            residual.sum(1, keepdim=True) > 0, residual, p.gather(1, index)[:, 0]
+        )
+        return accepted, torch.multinomial(residual, 1, generator=self.generator)[:, 0]
 
 
-def _room(prompts: Tensor, most: int) -> int:
-    """Slots that a batch can need, rounded up so that few sizes are compiled.
+def _max_slots(prompts: Tensor, most: int) -> int:
+    """The most slots that a batch can need, rounded up so that few sizes are compiled.
 
-    In each round the row that accepts most adds its tokens to all; `most` is what one row can
-    accept, its last round included, of which some may lie beyond its end.
+    In each round all rows get as many new slots as the row that accepts most tokens. `most` is the
+    number of tokens that one row can accept, those beyond its end in its last round included.
     """
     batch, length = prompts.shape
     return 64 * math.ceil((length + batch * most) / 64)
@@ -302,7 +306,7 @@ def _room(prompts: Tensor, most: int) -> int:
 def relative_cost(verifier: Reader, drafting: Reader, input_ids: Tensor) -> float:
     """Multiply-adds of the draft's pass over one token, divided by the verifier's.
 
-    Counted on two tokens: of a single one FewRowsLinear makes two, in large layers only.
+    Counted for two tokens, because FewRowsLinear doubles a single one, but only in large layers.
     """
     flops = []
     two = input_ids[:1, :1].expand(1, 2)
@@ -317,13 +321,14 @@ def _best_length(record: SpeculationRecord, cost: float) -> int:
     """The draft length with the largest expected speed-up.
 
     The acceptance is estimated with one accepted and one rejected token added (Laplace's rule), so
-    that the first rounds are neither all nor nothing.
+    that it is neither 0 nor 1 in the first rounds.
     """
     acceptance = (record.accepted + 1) / (record.tested + 2)
     return max(range(1, LONGEST_DRAFT + 1), key=lambda k: expected_speedup(acceptance, k, cost))
 
 
 def _end_tokens(model: Any, given: int | Sequence[int] | None) -> list[int]:
+    """The given end tokens, or those of the model's generation_config."""
     if given is None:
         given = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if given is None:

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from lightning_modules.matformer.nesting import Skip, granularity, nesting_of
 
-# FewRowsLinear was faster than nn.Linear on a CPU up to this many rows, from this many weights on
-MOST_ROWS = 8
-LEAST_WEIGHTS = 100_000
+# on a CPU, FewRowsLinear was measured to be faster than nn.Linear within these limits
+MOST_ROWS = 8  # of the input
+LEAST_WEIGHTS = 100_000  # of the layer
 
 
-def as_set(model: Any) -> Any:
+def at_set_granularity(model: Any) -> Any:
     """A view of a nested model at the granularity that is set; any other model as it is."""
     nesting = getattr(model, "nesting", None)
     if nesting is None:
@@ -36,7 +36,7 @@ def submodel(model: nn.Module, chosen: Sequence[int]) -> Any:
         model: a nested model; its granularity is restored.
         chosen: one granularity index for each nested layer.
     """
-    tree = _Tree(model)
+    tree = _PartialCopy(model)
     layers = nesting_of(model).layers
     with granularity(model, chosen):
         for layer in layers:
@@ -71,7 +71,7 @@ def first_layers(model: Any, count: int) -> Any:
     ((name, layers),) = lists.items()
     if not 1 <= count <= len(layers):
         raise ValueError(f"draft_layers is {count}, expected 1 to the model's {len(layers)}")
-    tree = _Tree(model)
+    tree = _PartialCopy(model)
     tree.keep(_join(model.base_model_prefix, name), range(count))
     return tree.root
 
@@ -101,14 +101,14 @@ def first_tokens(model: Any, count: int) -> Any:
         for name, values in head._parameters.items()
     }
     short.out_features = count
-    tree = _Tree(model)
+    tree = _PartialCopy(model)
     tree.put(next(name for name, module in model.named_modules() if module is head), short)
     return tree.root
 
 
 def for_few_rows(model: Any) -> Any:
-    """A view of a decoder whose linear layers on a CPU are faster for a few tokens at a time."""
-    tree = _Tree(model)
+    """A view of a decoder whose large linear layers on a CPU are `FewRowsLinear`."""
+    tree = _PartialCopy(model)
     for name, layer in model.named_modules():
         large = type(layer) is nn.Linear and layer.weight.numel() >= LEAST_WEIGHTS
         if large and layer.weight.is_cpu:
@@ -137,21 +137,21 @@ class FewRowsLinear(nn.Linear):
         return y.contiguous().view(*x.shape[:-1], -1)
 
 
-class _Tree:
+class _PartialCopy:
     """A shallow copy of a model, in which single modules can be copied or replaced."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.copies = {"": _shallow(model)}
+        self.copies = {"": _shallow_copy(model)}
 
     @property
     def root(self) -> Any:
         return self.copies[""]
 
     def copy_of(self, name: str) -> nn.Module:
-        """The shallow copy of the module with this path, made when it is first asked for."""
+        """The shallow copy of the module with this path, made on first use."""
         if name not in self.copies:
-            self.copies[name] = _shallow(self.model.get_submodule(name))
+            self.copies[name] = _shallow_copy(self.model.get_submodule(name))
             self.put(name, self.copies[name])
         return self.copies[name]
 
@@ -168,7 +168,8 @@ class _Tree:
                 del entries[child]
 
 
-def _shallow(module: nn.Module) -> nn.Module:
+def _shallow_copy(module: nn.Module) -> nn.Module:
+    """A copy that shares its children and tensors, but can have other children put in."""
     copied = copy.copy(module)
     copied._modules = dict(module._modules)  # copy.copy shares it
     if isinstance(vars(module).get("forward"), Skip):

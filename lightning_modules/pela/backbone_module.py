@@ -32,7 +32,7 @@ class BackboneModule(L.LightningModule):
         schedule: "cosine", "linear", "polynomial", "constant_with_warmup", …
     """
 
-    # these say where a run started: loading its checkpoint must not download or need old files
+    # initial weights only: a checkpoint must load without downloading or needing these files
     unsaved: tuple[str, ...] = ("init_from", "teacher_from", "pretrained")
 
     def __init__(

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lightning_modules.pela.features import Features, feature_layers
 
-VISIBLE = 0.3  # MaskAlign hides 70 % of the patches
+VISIBLE = 0.3  # share of the patches that MaskAlign's student gets
 
 
 def tinybert(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -19,9 +19,9 @@ def tinybert(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[Te
         L = MSE(E_s, E_t) + Σ_layers [ MSE(H_s, H_t) + MSE(A_s, A_t) ] + CE(z_t, z_s)
 
     with E the embedded patches, H a block's output, A its attention scores Q Kᵀ/√d before the
-    softmax (the mean includes the heads), and z the logits at temperature 1. Student and teacher
-    are equally wide and deep, so that TinyBERT's learned projections W are the identity, and each
-    layer is matched with the teacher's layer of the same index.
+    softmax (the MSE also averages over heads), and z the logits at temperature 1. Student and
+    teacher are equally wide and deep, so that TinyBERT's learned projections W are the identity,
+    and each layer is matched with the teacher's layer of the same index.
 
     Args:
         student: a low-rank timm model with fused qkv layers, such as ViT or Swin.
@@ -59,7 +59,7 @@ def tinybert(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[Te
 
 
 def maskalign(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
-    """MaskAlign (arXiv 2211.08887): the student sees a part of the image, the teacher all of it.
+    """MaskAlign (arXiv 2211.08887): the student gets a part of the patches, the teacher all.
 
     A random 30 % of the patch tokens go through the student's blocks. Each block's outputs are
     matched with the teacher's at the same positions by mean squared error, averaged over blocks;
@@ -84,10 +84,10 @@ def maskalign(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[T
             f"{type(student).__name__} cannot leave tokens out: MaskAlign needs a timm ViT"
         )
     patches: int = student.patch_embed.num_patches  # type: ignore[union-attr, assignment]
-    seen = max(1, round(VISIBLE * patches))
+    visible_patches = max(1, round(VISIBLE * patches))
     order = torch.rand(len(images), patches, device=images.device).argsort(1)
     special = torch.arange(prefix, device=images.device).expand(len(images), -1)
-    visible = torch.cat([special, prefix + order[:, :seen].sort(1).values], dim=1)
+    visible = torch.cat([special, prefix + order[:, :visible_patches].sort(1).values], dim=1)
 
     def take(tokens: Tensor) -> Tensor:
         return tokens.gather(1, visible[..., None].expand(-1, -1, tokens.shape[-1]))
@@ -145,7 +145,7 @@ def lillama(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[Ten
             logits = student(images)
             with torch.no_grad():
                 teacher(images)
-            from_student, wanted = of_student.take(), of_teacher.take()
+            from_student, targets = of_student.take(), of_teacher.take()
         from_teacher = [
             student.get_submodule(name)(x) for name, x in zip(names, teacher_inputs, strict=True)
         ]
@@ -153,16 +153,16 @@ def lillama(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[Ten
         for hook in hooks:
             hook.remove()
     with torch.autocast(images.device.type, enabled=False):
-        triples = zip(from_teacher, from_student, wanted, strict=True)
+        triples = zip(from_teacher, from_student, targets, strict=True)
         terms = [_distance(t, y) + _distance(s, y) for t, s, y in triples]
         return logits, torch.stack(terms).sum()
 
 
-def _distance(outputs: Tensor, wanted: Tensor) -> Tensor:
+def _distance(outputs: Tensor, targets: Tensor) -> Tensor:
     """d of `lillama`."""
-    outputs, wanted = outputs.float(), wanted.float()
-    cosine = F.cosine_similarity(outputs, wanted, dim=-1)
-    return F.l1_loss(outputs, wanted) - F.logsigmoid(cosine).mean()
+    outputs, targets = outputs.float(), targets.float()
+    cosine = F.cosine_similarity(outputs, targets, dim=-1)
+    return F.l1_loss(outputs, targets) - F.logsigmoid(cosine).mean()
 
 
 def _scores(qkv: Tensor, heads: int) -> Tensor:

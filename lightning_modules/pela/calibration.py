@@ -1,4 +1,4 @@
-"""Statistics of the layers' inputs, for factors that fit the data instead of the weight.
+"""Statistics of the layers' inputs, with which the factors fit the data instead of the weight.
 
 Beyond the paper. Each kind gives a matrix C for every layer, with which `factorize(moments=…)`
 decomposes W · L, C = L · Lᵀ (see there):
@@ -100,7 +100,9 @@ def run(model: nn.Module, batches: Iterable[Any]) -> None:
     device = next(model.parameters()).device
     with evaluating(model):
         for batch in batches:
-            named = batch if isinstance(batch, Mapping) else {}
-            listed = () if named else batch if isinstance(batch, tuple | list) else (batch,)
-            move = [part.to(device) if torch.is_tensor(part) else part for part in listed]
-            model(*move, **{n: v.to(device) if torch.is_tensor(v) else v for n, v in named.items()})
+            kwargs = batch if isinstance(batch, Mapping) else {}
+            args = () if kwargs else batch if isinstance(batch, tuple | list) else (batch,)
+            moved = [part.to(device) if torch.is_tensor(part) else part for part in args]
+            model(
+                *moved, **{n: v.to(device) if torch.is_tensor(v) else v for n, v in kwargs.items()}
+            )

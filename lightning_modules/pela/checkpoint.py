@@ -1,4 +1,4 @@
-"""Starts a model from weights that may contain low-rank layers.
+"""Loads initial weights that may contain low-rank layers.
 
 Their ranks are read from the shapes, so that nothing is decomposed again. Such weights are in
 checkpoints of PELA and in folders written by lightning_modules/standalone.py.
@@ -31,9 +31,9 @@ def start_from(
         ValueError: if a ratio is given and the weights are low-rank, or the weights do not fit the
             model.
     """
-    end = ".u.weight"
+    suffix = ".u.weight"
     state = read_state_dict(source)
-    ranks = {n.removesuffix(end): len(value) for n, value in state.items() if n.endswith(end)}
+    ranks = {n.removesuffix(suffix): len(value) for n, value in state.items() if n.endswith(suffix)}
     if ranks and ratio is not None:
         raise ValueError(
             f"init_from {source} is low-rank already, so ratio {ratio:g} would do nothing: set "
@@ -42,10 +42,12 @@ def start_from(
     if ranks:
         factorize(model, ranks=ranks, method="empty")
     report = load_weights(model, source)
-    empty = [name for name in report.missing + report.reshaped if name.startswith(tuple(ranks))]
-    if empty:
+    uninitialised = [
+        name for name in report.missing + report.reshaped if name.startswith(tuple(ranks))
+    ]
+    if uninitialised:
         raise ValueError(
-            f"init_from {source} does not fit {type(model).__name__}: {empty[0]}; give the "
-            "architecture and model_args that it was made with"
+            f"init_from {source} does not fit {type(model).__name__}: {uninitialised[0]}; give "
+            "the architecture and model_args that it was made with"
         )
     return ranks, report

@@ -21,8 +21,8 @@ from lightning_modules.pela.checkpoint import start_from
 from lightning_modules.pela.factorize import factorize, plan_uniform
 from lightning_modules.weights import load_weights
 
-# Arguments in checkpoints of former versions: the value without effect (None: any value), and what
-# replaces the argument.
+# Arguments of former versions of `Classifier`, which their checkpoints contain → the value at which
+# the argument has no effect (None: it has none at any value), and what replaces it.
 FORMER: dict[str, tuple[Any, str]] = {
     "optimizer": ("adamw", "AdamW alone is left"),
     "distillation": ("pela", "it is lightning_modules.pela.Distillation now"),
@@ -144,7 +144,7 @@ class Classifier(BackboneModule):
         images, targets = batch
         logits = self(images).float()
         valid = (targets != -100).sum()
-        if valid:  # the batch is not padding alone
+        if valid:  # not a batch of padding alone
             self.accuracy.update(logits, targets)
             self.loss.update(F.cross_entropy(logits, targets), valid)
 
@@ -189,5 +189,5 @@ def refuse_former(arguments: Mapping[str, Any]) -> None:
         if neutral is not None and value != neutral:
             raise ValueError(
                 f"this checkpoint was made by a former version with {name} {value!r}: {successor}; "
-                "load the checkpoint there, or use its weights with init_from"
+                "load the checkpoint with that version, or use its weights with init_from"
             )

@@ -15,7 +15,7 @@ from lightning_modules.pela.layers import factors_of, low_rank_layers
 
 Ranks = Literal["uniform", "energy", "feature_error"]
 Factors = Literal["svd", "whitened", "asvd"]
-# "feature_error" passes at most so many images, evenly spread, for each layer and rank it tries
+# most images, evenly spread over the batches, on which "feature_error" measures each layer and rank
 PROBES = 64
 
 
@@ -152,9 +152,9 @@ def truncate(model: nn.Module, ranks: Mapping[str, int]) -> nn.Module:
     for name, rank in ranks.items():
         if name not in layers:
             raise ValueError(f"{name!r} is no low-rank layer of {type(model).__name__}")
-        now = factors_of(name, layers[name])[0].out_features
-        if not 1 <= rank <= now:
-            raise ValueError(f"rank {rank} for {name}: expected 1 to its rank {now}")
+        current_rank = factors_of(name, layers[name])[0].out_features
+        if not 1 <= rank <= current_rank:
+            raise ValueError(f"rank {rank} for {name}: expected 1 to its rank {current_rank}")
     for name, rank in ranks.items():
         u, v = factors_of(name, layers[name])
         u.weight = nn.Parameter(u.weight[:rank].clone(), u.weight.requires_grad)

@@ -50,7 +50,7 @@ def plan_energy(
     """
     if 0 < ratio < 1:
         raise ValueError(
-            f"ratio is {ratio}: expected at least 1, below it low rank costs more than dense"
+            f"ratio is {ratio}: expected at least 1, below which low rank costs more than dense"
         )
     uniform = plan_uniform(model, ratio, skip, multiple)
     layers = find_layers(model, skip)

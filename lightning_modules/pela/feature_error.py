@@ -26,7 +26,7 @@ from lightning_modules.pela.features import Features
 from lightning_modules.pela.layers import factors_of, find_layers, low_rank_layers, sizes
 
 HALVINGS = 20  # steps of the bisection for the threshold, on its logarithm
-LEAST, MOST = 1e-9, 1e3  # the range of thresholds to search
+LOWEST, HIGHEST = 1e-9, 1e3  # the range of thresholds to search
 
 
 @torch.no_grad()
@@ -81,7 +81,7 @@ def plan_feature_error(
         weight.copy_(before)
         return float((changed - reference).square().mean() / changed.square().mean())
 
-    def least(name: str, threshold: float) -> int:
+    def lowest_rank(name: str, threshold: float) -> int:
         low, high = 1, max(1, caps[name] // multiple)
         while low < high:
             middle = (low + high) // 2
@@ -91,11 +91,11 @@ def plan_feature_error(
                 low = middle + 1
         return min(high * multiple, caps[name])
 
-    low, high = math.log(LEAST), math.log(MOST)
+    low, high = math.log(LOWEST), math.log(HIGHEST)
     best = uniform
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        plan = {name: least(name, math.exp(middle)) for name in layers}
+        plan = {name: lowest_rank(name, math.exp(middle)) for name in layers}
         if sum(rank * costs[name] for name, rank in plan.items()) <= budget:
             best, high = plan, middle
         else:

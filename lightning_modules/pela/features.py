@@ -84,7 +84,7 @@ class Features:
         self.handles = [_keep(targets[name], self.kept[name], pooled) for name in targets]
 
     def take(self) -> list[Tensor]:
-        """Return and forget the outputs since the last call, in the order of `names`, then of time.
+        """Return and clear the outputs recorded so far, in the order of `names`, then of the calls.
 
         Raises:
             ValueError: if a layer has not run since the last call.

@@ -28,7 +28,8 @@ SKIP = (
 MIN_OUTPUTS = 10  # layers with fewer outputs stay dense, as in the released code
 
 Linear = nn.Linear | Conv1D
-Readers = nn.TransformerEncoderLayer | nn.TransformerEncoder  # see `call_layers`
+# these read the weights of their layers, but `call_layers` makes them call the layers
+TorchEncoders = nn.TransformerEncoderLayer | nn.TransformerEncoder
 
 
 def low_rank_layer(u: nn.Linear, v: nn.Linear) -> nn.Sequential:
@@ -203,7 +204,7 @@ def _obstacle(name: str, layer: nn.Module, modules: Mapping[str, nn.Module]) -> 
         ancestor = modules[".".join(parts[:end])]
         if _is_peft_layer(ancestor):
             return f"is inside a {type(ancestor).__name__} of peft: merge the adapter first"
-        if not isinstance(ancestor, Readers) and parts[-1] in _weights_read(type(ancestor)):  # type: ignore[arg-type]
+        if not isinstance(ancestor, TorchEncoders) and parts[-1] in _weights_read(type(ancestor)):  # type: ignore[arg-type]
             return (
                 f"is not called by {type(ancestor).__name__}, which reads its weight: add "
                 f"{parts[-1]!r} to skip"
@@ -213,7 +214,7 @@ def _obstacle(name: str, layer: nn.Module, modules: Mapping[str, nn.Module]) -> 
 
 @cache
 def _weights_read(kind: type[nn.Module]) -> frozenset[str]:
-    """Names n of which the class's forward, or a method that it calls, reads `n.weight`."""
+    """Names of the children whose `weight` the class's forward or a method it calls reads."""
     names: set[str] = set()
     todo, done = ["forward"], set()
     while todo:

@@ -1,4 +1,4 @@
-"""Trains (further) pre-training and self-distillation on images or text."""
+"""The LightningModule of (further) pre-training and self-distillation, on images or text."""
 
 from typing import Any, Literal
 
@@ -38,7 +38,7 @@ class Adaptation(L.LightningModule):
 
     Without `distil` the loss has only the first term. With it, `teacher_from` gives the teacher's
     weights and `init_from` the student's, which in the paper are those of the original pre-trained
-    model in every round. The next stage starts from this run's checkpoint by `init_from`.
+    model in every round. The next stage loads this run's checkpoint by `init_from`.
 
     Args:
         architecture: images: a timm ViT, which gets a new decoder; or transformers' ViTMAE with its
@@ -96,13 +96,13 @@ class Adaptation(L.LightningModule):
         warmup: float = 0.0,
     ):
         super().__init__()
-        # these say where a run started: loading its checkpoint must not download or need old files
+        # initial weights only: a checkpoint must load without downloading or needing these files
         self.save_hyperparameters(ignore=["init_from", "pretrained", "teacher_from"])
         self.init_from, self.pretrained, self.teacher_from = init_from, pretrained, teacher_from
         if supcon_temperature is not None and (mae_weight or distil):
             raise ValueError(
                 f"supcon_temperature is {supcon_temperature} beside mae_weight {mae_weight} and "
-                f"distil {distil}: the contrastive loss stands alone; set model.mae_weight 0 and "
+                f"distil {distil}: the contrastive loss is used alone; set model.mae_weight 0 and "
                 "model.distil null"
             )
         if mae_weight < 0 or (mae_weight == 0 and distil is None and supcon_temperature is None):
@@ -159,11 +159,11 @@ class Adaptation(L.LightningModule):
 
     def _build(self, pretrained: bool, source: str | None) -> Any:
         h: Any = self.hparams
-        new = h.train == "decoder"
-        args = (h.architecture, h.model_args or {}, h.decoder_args or {})
-        model = self.objective.build(*args, pretrained, new)
+        new_decoder = h.train == "decoder"
+        model_settings = (h.architecture, h.model_args or {}, h.decoder_args or {})
+        model = self.objective.build(*model_settings, pretrained, new_decoder)
         if source is not None:
-            self.objective.load(model, source, new)
+            self.objective.load(model, source, new_decoder)
         return model
 
     def encoder_parameters(self) -> dict[str, nn.Parameter]:
@@ -194,10 +194,12 @@ class Adaptation(L.LightningModule):
         return loss
 
     def _hide(self, inputs: Any, generator: torch.Generator | None = None) -> Any:
+        """The masks of a batch, see `hide` of MaskedImages and MaskedText."""
         tokenizer = getattr(self.trainer.datamodule, "tokenizer", None)  # type: ignore
         return self.objective.hide(self.model, inputs, generator, tokenizer)
 
     def _distil(self, inputs: Any, hidden: Any, prediction: Tensor | None) -> Tensor:
+        """L_Distill; `hidden` and `prediction` are those of the step's L_MAE."""
         h: Any = self.hparams
         if h.distil == "hidden":
             with torch.no_grad():

@@ -137,25 +137,30 @@ def weight_matching(
     """
     if norm not in ("l2", "mars"):
         raise ValueError(f"unknown norm {norm!r} of the weights: expected 'l2' or 'mars'")
-    ours, theirs = dict(student.named_parameters()), dict(teacher.named_parameters())
-    if differing := mismatch(ours, theirs):
-        name, here, there = differing
+    student_weights = dict(student.named_parameters())
+    teacher_weights = dict(teacher.named_parameters())
+    if differing := mismatch(student_weights, teacher_weights):
+        name, in_student, in_teacher = differing
         raise ValueError(
-            f"{name} is {here} in the student and {there} in the teacher: expected the same "
-            "parameters; give two encoders of one architecture"
+            f"{name} is {in_student} in the student and {in_teacher} in the teacher: expected the "
+            "same parameters; give two encoders of one architecture"
         )
-    device = next(iter(ours.values())).device.type
+    device = next(iter(student_weights.values())).device.type
     with torch.autocast(device, enabled=False):
         if norm == "mars":
             layers = constrained(student)
             changes = [
-                largest_row(precise(ours[name]) - precise(theirs[name].detach()), dims)
+                largest_row(
+                    precise(student_weights[name]) - precise(teacher_weights[name].detach()), dims
+                )
                 for name, dims in layers.items()
             ]
         else:
             changes = [
-                (precise(ours[name]) - precise(theirs[name].detach())).square().sum()
-                for name in ours
+                (precise(student_weights[name]) - precise(teacher_weights[name].detach()))
+                .square()
+                .sum()
+                for name in student_weights
             ]
         return torch.stack(changes).sum()
 

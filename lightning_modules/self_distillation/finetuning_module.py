@@ -79,12 +79,12 @@ class Finetuning(L.LightningModule):
         warmup: float = 0.0,
     ):
         super().__init__()
-        # these say where a run started: loading its checkpoint must not download or need old files
+        # initial weights only: a checkpoint must load without downloading or needing these files
         self.save_hyperparameters(ignore=["init_from", "pretrained"])
         self.init_from, self.pretrained = init_from, pretrained
         self.method_args = checked(method, method_args or {})
         self.model: Any = None
-        self.centres: dict[str, Tensor] = {}  # of MARS's balls, see mars_start
+        self.centres: dict[str, Tensor] = {}  # see mars_start
         self.tracker = TrackDistance()
         self.mean_loss = MeanMetric()
         self.scores = MetricCollection(
@@ -133,7 +133,7 @@ class Finetuning(L.LightningModule):
 
     @property
     def heads(self) -> list[str]:
-        """Names of the new modules: timm's head; for text all but the encoder, and the pooler."""
+        """Names of the new modules: timm's head; for text the encoder's siblings and its pooler."""
         base = getattr(self.model, "base_model_prefix", None)
         if base is None:
             return ["head"]
@@ -183,10 +183,10 @@ class Finetuning(L.LightningModule):
             optimizer = build_optimizer("adamw", groups, h.lr, tuple(h.betas))
             return with_schedule(optimizer, "linear", h.warmup, steps)
         optimizer = self.recadam(groups)
-        chosen = with_schedule(optimizer, "linear", h.warmup, steps)
-        require_convergence(optimizer, chosen["lr_scheduler"]["scheduler"], steps)
+        with_scheduler = with_schedule(optimizer, "linear", h.warmup, steps)
+        require_convergence(optimizer, with_scheduler["lr_scheduler"]["scheduler"], steps)
         require_annealing(optimizer, h.warmup * steps if h.warmup < 1 else h.warmup)
-        return chosen
+        return with_scheduler
 
     def recadam(self, groups: list[dict[str, Any]]) -> RecAdam:
         """RecAdam, with plain Adam for the heads.
@@ -195,16 +195,16 @@ class Finetuning(L.LightningModule):
             groups: from `parameter_groups`.
         """
         h: Any = self.hparams
-        new = {
+        in_a_head = {
             id(parameter) for head in self.heads for parameter in head_parameters(self.model, head)
         }
-        divided = []
+        anchored_groups = []
         for group in groups:
             for anchored in (True, False):
-                params = [p for p in group["params"] if (id(p) not in new) == anchored]
+                params = [p for p in group["params"] if (id(p) not in in_a_head) == anchored]
                 if params:
-                    divided.append({**group, "params": params, "anchored": anchored})
-        return RecAdam(divided, h.lr, tuple(h.betas), **self.method_args)
+                    anchored_groups.append({**group, "params": params, "anchored": anchored})
+        return RecAdam(anchored_groups, h.lr, tuple(h.betas), **self.method_args)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """A step, followed for MARS by the projection, before the weights can be saved."""

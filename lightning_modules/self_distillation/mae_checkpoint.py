@@ -122,10 +122,10 @@ def to_transformers(model: MaskedAutoencoder, norm_pix: bool = True) -> ViTMAEFo
     state = to_vitmae(to_original(model.state_dict()))
     encoder, decoder = model.encoder, model.decoder
     if isinstance(encoder, ViTMAEModel):
-        known = encoder.config.to_dict()
+        settings = encoder.config.to_dict()
     else:
         block = encoder.blocks[0]
-        known = {
+        settings = {
             "hidden_size": model.width,
             "num_hidden_layers": len(encoder.blocks),
             "num_attention_heads": block.attn.num_heads,
@@ -136,14 +136,14 @@ def to_transformers(model: MaskedAutoencoder, norm_pix: bool = True) -> ViTMAEFo
             "num_channels": encoder.patch_embed.proj.in_channels,
             "qkv_bias": block.attn.qkv.bias is not None,
         }
-    known |= {
+    settings |= {
         "decoder_hidden_size": decoder.config.hidden_size,
         "decoder_num_hidden_layers": decoder.config.num_hidden_layers,
         "decoder_num_attention_heads": decoder.config.num_attention_heads,
         "decoder_intermediate_size": decoder.config.intermediate_size,
         "norm_pix_loss": norm_pix,
     }
-    plain = ViTMAEForPreTraining(ViTMAEConfig(**known))
+    plain = ViTMAEForPreTraining(ViTMAEConfig(**settings))
     plain.load_state_dict(state)
     return plain.train(model.training)
 
@@ -212,38 +212,39 @@ def load_encoder(encoder: nn.Module, source: str | Path) -> LoadReport:
 def _load(
     model: nn.Module, original: dict[str, Tensor], source: str | Path, optional: Iterable[str]
 ) -> LoadReport:
-    own = model.state_dict()
-    state = _as_named_in(model, original)
+    """Load weights under the original names; those with an `optional` prefix may be missing."""
+    expected = model.state_dict()
+    state = _renamed_for(model, original)
     resampled = []
-    for name in state.keys() & own.keys():
-        value, shape = state[name], own[name].shape
+    for name in state.keys() & expected.keys():
+        value, shape = state[name], expected[name].shape
         if value.shape != shape and re.search(r"pos(ition)?_embed(dings)?$", name):
             state[name] = _resample(value, shape[1])
             if state[name].shape == shape:
                 resampled.append(f"{name} {tuple(value.shape)} for {tuple(shape)}")
     reshaped = [
-        f"{name} {tuple(state[name].shape)} for {tuple(own[name].shape)}"
-        for name in sorted(state.keys() & own.keys())
-        if state[name].shape != own[name].shape
+        f"{name} {tuple(state[name].shape)} for {tuple(expected[name].shape)}"
+        for name in sorted(state.keys() & expected.keys())
+        if state[name].shape != expected[name].shape
     ]
-    missing = sorted(own.keys() - state.keys())
+    missing = sorted(expected.keys() - state.keys())
     lacking = [name for name in missing if not name.startswith(tuple(optional))]
     if reshaped or lacking:
-        found = f"lacks {', '.join(lacking[:4])}" if lacking else f"has {', '.join(reshaped[:4])}"
+        problem = f"lacks {', '.join(lacking[:4])}" if lacking else f"has {', '.join(reshaped[:4])}"
         raise ValueError(
-            f"{source} does not fit {type(model).__name__}: it {found}; build the model with the "
+            f"{source} does not fit {type(model).__name__}: it {problem}; build the model with the "
             "checkpoint's depth, widths and patch size"
         )
-    loaded = {name: state[name] for name in own.keys() & state.keys()}
-    unexpected = sorted(state.keys() - own.keys())
+    loaded = {name: state[name] for name in expected.keys() & state.keys()}
+    unexpected = sorted(state.keys() - expected.keys())
     report = LoadReport(sorted(loaded), missing, unexpected, [], sorted(resampled))
-    model.load_state_dict({**own, **loaded})
+    model.load_state_dict({**expected, **loaded})
     level = logging.WARNING if missing or unexpected or resampled else logging.INFO
     log.log(level, "init_from %s: %s", source, report)
     return report
 
 
-def _as_named_in(model: Any, original: dict[str, Tensor]) -> dict[str, Tensor]:
+def _renamed_for(model: Any, original: dict[str, Tensor]) -> dict[str, Tensor]:
     """An original state_dict under the names of a MaskedAutoencoder, ViTMAEModel or timm ViT."""
     if not isinstance(model, MaskedAutoencoder):
         if not isinstance(model, ViTMAEModel):
@@ -251,7 +252,7 @@ def _as_named_in(model: Any, original: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name.removeprefix("vit."): value for name, value in to_vitmae(original).items()}
     encoder = {name: value for name, value in original.items() if not in_decoder(name)}
     decoder = {name: value for name, value in original.items() if in_decoder(name)}
-    encoder = _as_named_in(model.encoder, encoder)
+    encoder = _renamed_for(model.encoder, encoder)
     return {f"encoder.{name}": value for name, value in encoder.items()} | to_vitmae(decoder)
 
 

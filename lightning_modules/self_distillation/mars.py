@@ -63,8 +63,8 @@ def mars_start(model: nn.Module, heads: Collection[str] = ()) -> dict[str, Tenso
 def mars_project(model: nn.Module, start: dict[str, Tensor], radius: float = 4.0) -> nn.Module:
     """Project every row into its ball, in place; to be called after each optimizer step.
 
-    w_j ← w0_j + d / max(1, ‖d‖₁ / γ) with d = w_j − w0_j. Rows within the ball do not change by a
-    bit. For a convolution ‖d‖₁ is summed over input channels and kernel.
+    w_j ← w0_j + d / max(1, ‖d‖₁ / γ) with d = w_j − w0_j. Rows within the ball stay
+    bit-identical. For a convolution ‖d‖₁ is summed over input channels and kernel.
 
     Args:
         model: the model in training.
@@ -83,10 +83,10 @@ def mars_project(model: nn.Module, start: dict[str, Tensor], radius: float = 4.0
     rows = constrained(model)
     compared = {n: p for n, p in parameters.items() if n in rows or n in start}
     if differing := mismatch(compared, start):
-        name, now, then = differing
+        name, in_model, in_start = differing
         raise ValueError(
-            f"{name} is {now} in the model and {then} in the start: expected the same weights; "
-            "take the start from this model with mars_start"
+            f"{name} is {in_model} in the model and {in_start} in the start: expected the same "
+            "weights; take the start from this model with mars_start"
         )
     for name, dims in rows.items():
         weight, centre = parameters[name], start[name]

@@ -1,4 +1,4 @@
-"""MAE (arXiv 2111.06377): an encoder of the visible patches and a decoder of all patches' pixels.
+"""MAE (arXiv 2111.06377): encodes the visible patches and predicts the pixels of all patches.
 
 The encoder is an unchanged timm ViT or transformers' ViTMAEModel, the decoder transformers'
 ViTMAEDecoder. Only the path between them is written here, because neither library accepts a given
@@ -86,13 +86,13 @@ class MaskedAutoencoder(nn.Module):
             (B, N, patch_size² · C).
         """
         tokens = self._embed(images)
-        numbers = (~mask).sum(1)
-        longest = int(numbers.max())
+        visible_counts = (~mask).sum(1)
+        longest = int(visible_counts.max())
         order = mask.int().argsort(dim=1, stable=True)  # visible patches first
         visible = _pick(tokens[:, 1:], order[:, :longest])
         bias = None
-        if int(numbers.min()) < longest:
-            padding = torch.arange(longest + 1, device=mask.device) > numbers[:, None]
+        if int(visible_counts.min()) < longest:
+            padding = torch.arange(longest + 1, device=mask.device) > visible_counts[:, None]
             bias = torch.zeros(padding.shape, device=mask.device, dtype=tokens.dtype)
             bias = bias.masked_fill(padding, -math.inf)[:, None, None]
         latent = self._transform(torch.cat([tokens[:, :1], visible], 1), bias)

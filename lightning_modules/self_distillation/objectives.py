@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, ViTMAEConfig, ViTMAEForPreTraining
 
-from lightning_modules.backbones import build_text, build_vision, fetched
+from lightning_modules.backbones import build_text, build_vision, name_in_errors
 from lightning_modules.self_distillation.distillation import (
     Reduction,
     prediction_matching,
@@ -78,11 +78,11 @@ class MaskedImages:
                 raise without_decoder(architecture)
             encoder = build_vision(architecture, 0, model_args, pretrained)
             return MaskedAutoencoder(encoder, mae_decoder(encoder, **decoder_args))
-        with fetched(architecture):
+        with name_in_errors(architecture):
             config = ViTMAEConfig.from_pretrained(architecture, **model_args)
         model = from_transformers(ViTMAEForPreTraining(config))
         if pretrained:  # without model_args, so that positions can be interpolated to another size
-            with fetched(architecture):
+            with name_in_errors(architecture):
                 loaded: Any = ViTMAEForPreTraining.from_pretrained(
                     architecture, output_loading_info=True
                 )
@@ -156,7 +156,7 @@ class MaskedText:
         """
         model: Any
         if pretrained:
-            with fetched(architecture):
+            with name_in_errors(architecture):
                 model, loading = AutoModelForMaskedLM.from_pretrained(
                     architecture, dtype=torch.float32, output_loading_info=True, **model_args
                 )
@@ -167,7 +167,7 @@ class MaskedText:
                     "(--decoder_steps 1000 of recipes.self_distillation.text), or name a masked "
                     "language model with its head"
                 )
-            model.train()  # from_pretrained leaves eval mode, which Lightning would keep
+            model.train()  # from_pretrained returns it in eval mode, which Lightning would keep
         else:
             model = build_text(architecture, "masked", model_args)
         model.encode = MethodType(final_hidden_states, model)

@@ -38,10 +38,12 @@ def supervised_contrastive(features: Tensor, labels: Tensor, temperature: float 
     with torch.autocast(features.device.type, enabled=False):
         features = precise(features)
         unit = F.normalize(features, dim=-1)
-        itself = torch.eye(len(unit), dtype=torch.bool, device=unit.device)
-        positive = (labels[:, None] == labels) & ~itself
+        same_example = torch.eye(len(unit), dtype=torch.bool, device=unit.device)
+        positive = (labels[:, None] == labels) & ~same_example
         # not -inf, so that a batch of one gives 0 and not NaN
-        similar = (unit @ unit.T / temperature).masked_fill(itself, torch.finfo(unit.dtype).min)
+        similar = (unit @ unit.T / temperature).masked_fill(
+            same_example, torch.finfo(unit.dtype).min
+        )
         log_probabilities = similar.log_softmax(-1).masked_fill(~positive, 0)
         counts = positive.sum(1)
         losses = -log_probabilities.sum(1) / counts.clamp(min=1)

@@ -109,8 +109,8 @@ class LinearModel:
                 + Σ_{i>r} (c_i^{(t,0)})²,    q_i = (Vᵀ y)_i² / σ_i²,  c_i^{(t,0)} = u_iᵀ w_{t,0}
 
         The square of w_{t,T} along u_i also has a cross term of its two parts, which the paper
-        leaves out; where that is positive, ‖w_{t,T}‖ may exceed ζ(t). It decreases strictly in t,
-        too.
+        leaves out; where that is positive, ‖w_{t,T}‖ may exceed ζ(t). This ζ, too, decreases
+        strictly in t.
         """
         aim, start, drop = self._zeta_terms(t)
         return float((aim.square().sum() + start.square().sum() + drop).sqrt())
@@ -134,7 +134,7 @@ class LinearModel:
         return float(initial.double().norm()) + self.zeta(t)
 
     def extra_drop(self) -> float:
-        """B = Σ_{i>r} (u_iᵀ w_{0,0})², by which ζ² falls in the first round in addition."""
+        """B = Σ_{i>r} (u_iᵀ w_{0,0})², by which ζ² additionally falls in the first round."""
         return float(self._outside(self.decomposition()[0]).square().sum())
 
     def _shrinkage(self, sigma: Tensor, t: int) -> Tensor:

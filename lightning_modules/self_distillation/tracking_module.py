@@ -30,7 +30,7 @@ class TrackDistance(L.Callback):
         self.parameters: Mapping[str, nn.Parameter] = {}
 
     def begin(self, model: nn.Module, encoder: Mapping[str, nn.Parameter], training: bool) -> None:
-        """Record the initial weights: the fingerprint of all, and for training the encoder's copy.
+        """Record a fingerprint of all initial weights and, for training, a copy of the encoder's.
 
         Args:
             model: the full model.
@@ -42,7 +42,7 @@ class TrackDistance(L.Callback):
             self.origin = {name: one.detach().clone() for name, one in encoder.items()}
 
     def resume(self, start: str) -> None:
-        """Drop the copies if the checkpoint's run had other initial weights.
+        """Drop the copies if the run that wrote the checkpoint had other initial weights.
 
         Args:
             start: fingerprint of that run's initial weights.

@@ -112,7 +112,7 @@ def load_adapter(model: nn.Module, folder: str | Path, check_base: bool = True) 
             then replaced.
         folder: written by `save_adapter`.
         check_base: compare the base's parameters with those that the adapter was trained on. Set
-            it to False for the same base in another type, or quantised.
+            it to False for the same base in another dtype, or quantised.
 
     Returns:
         The same model. It stays unchanged where an error is raised.
@@ -129,9 +129,9 @@ def load_adapter(model: nn.Module, folder: str | Path, check_base: bool = True) 
             f"an adapter is merged into the weights of this {type(model).__name__}: call "
             "unmerge(model) before loading another"
         )
-    fresh = not hasattr(model, "vera")
+    is_plain = not hasattr(model, "vera")
     trained = [p for p in model.parameters() if p.requires_grad]
-    if fresh:
+    if is_plain:
         _check_layers(model, manifest, folder)
         given = (tensors["A"], tensors["B"]) if "A" in tensors else None
         attach(model, record, given)
@@ -139,7 +139,7 @@ def load_adapter(model: nn.Module, folder: str | Path, check_base: bool = True) 
         check_adapter(model, manifest, folder, check_base)
         heads = head_tensors(model, record, tensors, folder)
     except Exception:
-        if fresh:
+        if is_plain:
             strip(model)
             for parameter in trained:
                 parameter.requires_grad_(True)
@@ -235,8 +235,8 @@ def check_adapter(
             if shapes.get(key) != manifest["layers"].get(key)
         )
         raise ValueError(
-            f"the adapter in {folder} has other targets than the model: {_some(differing)} differ; "
-            "add VeRA to the same layers, or load it into the plain base"
+            f"the adapter in {folder} has other targets than the model: {_first_names(differing)} "
+            "differ; add VeRA to the same layers, or load it into the plain base"
         )
     if _sha256_of_projections(model) != manifest["projections_sha256"]:
         raise ValueError(
@@ -248,7 +248,7 @@ def check_adapter(
         raise ValueError(
             f"the adapter in {folder} was trained on another base: the frozen parameters of this "
             f"{type(model).__name__} have another SHA-256; load the base that it was trained on, "
-            "or give check_base=False if it is the same in another type"
+            "or give check_base=False if it is the same in another dtype"
         )
 
 
@@ -324,13 +324,13 @@ def head_tensors(
     present = {n: t for n, t in model.state_dict().items() if inside(n, record.heads)}
     saved = {n.removeprefix("head."): t for n, t in tensors.items() if n.startswith("head.")}
     if differing := mismatch(saved, present):
-        name, there, here = differing
+        name, in_file, in_model = differing
         raise ValueError(
-            f"the head tensor {name} has shape {there} in {folder} and {here} in the model: build "
-            "the model with the adapter's number of classes"
+            f"the head tensor {name} has shape {in_file} in {folder} and {in_model} in the model: "
+            "build the model with the adapter's number of classes"
         )
     return {name: (present[name], saved[name]) for name in present}
 
 
-def _some(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     return ", ".join(names[:4]) + (", …" if len(names) > 4 else "")

@@ -78,7 +78,7 @@ def to_peft(model: nn.Module, folder: str | Path, projections: bool = True) -> P
         projection_prng_key=record.seed,
         d_initial=record.d_init,
         save_projection=projections,
-        **_common(model, record),
+        **_shared_config(model, record),
     )
     return _write(model, record, config, tensors, folder)
 
@@ -135,7 +135,7 @@ def to_lora(model: nn.Module, folder: str | Path) -> Path:
     for name, (a, b) in lora_factors(model).items():
         tensors[f"{PREFIX}{name}.lora_A.weight"] = a
         tensors[f"{PREFIX}{name}.lora_B.weight"] = b
-    config = LoraConfig(r=record.rank, lora_alpha=record.rank, **_common(model, record))
+    config = LoraConfig(r=record.rank, lora_alpha=record.rank, **_shared_config(model, record))
     return _write(model, record, config, tensors, folder)
 
 
@@ -185,7 +185,7 @@ def from_peft(model: nn.Module, folder: str | Path) -> nn.Module:
     seed, rank = config["projection_prng_key"], config["r"]
     shapes = [shape_of(modules[name]) for name in layers]
     outputs, inputs = (max(sizes) for sizes in zip(*shapes, strict=True))
-    expected = _expected(layers, shapes, rank)
+    expected = _expected_shapes(layers, shapes, rank)
     state = model.state_dict()
     expected |= {n: tuple(t.shape) for n, t in state.items() if inside(n, heads)}
     shapes_read = {n: tuple(t.shape) for n, t in tensors.items()}
@@ -196,7 +196,7 @@ def from_peft(model: nn.Module, folder: str | Path) -> nn.Module:
             f"{wrong} has shape {shapes_read.get(wrong)} in {folder}, but {expected.get(wrong)} "
             f"fits {type(model).__name__}: load it into the base that it was trained on"
         )
-    matrices = _given(rank, inputs, outputs, seed, given, folder)
+    matrices = _stored_matrices(rank, inputs, outputs, seed, given, folder)
     record = Vera(
         rank, seed, "kaiming_uniform", config["d_initial"], True, ("b", "d"), layers, heads
     )
@@ -210,16 +210,17 @@ def from_peft(model: nn.Module, folder: str | Path) -> nn.Module:
     return model
 
 
-def _expected(
+def _expected_shapes(
     layers: dict[str, tuple[str, ...]], shapes: list[tuple[int, int]], rank: int
 ) -> dict[str, tuple[int, ...]]:
+    """The shapes of an adapter's vectors, by peft's names."""
     sizes: dict[str, tuple[int, ...]] = {}
     for name, (outputs, _) in zip(layers, shapes, strict=True):
         sizes |= {f"{name}.vera_lambda_b": (outputs,), f"{name}.vera_lambda_d": (rank,)}
     return sizes
 
 
-def _given(
+def _stored_matrices(
     rank: int, inputs: int, outputs: int, seed: int, given: Any, folder: Path
 ) -> tuple[Tensor, Tensor] | None:
     """A and B of a directory, in float32; None if it has none or the seed gives the same."""
@@ -237,7 +238,7 @@ def _given(
     return None if same else matrices
 
 
-def _common(model: nn.Module, record: Vera) -> dict[str, Any]:
+def _shared_config(model: nn.Module, record: Vera) -> dict[str, Any]:
     """The entries that peft's configurations of VeRA and LoRA share."""
     layers = layers_of(model)
     return {

@@ -27,7 +27,7 @@ QKV = ("q", "k", "v")
 
 @dataclass(frozen=True)
 class Slice:
-    """A block of a layer's output features that has its own b and d; possibly all of the output.
+    """A block of a layer's output features, or all of them, with a pair of vectors b and d.
 
     Attributes:
         label: "" for all of the output, "q", "k", "v", or a block such as "0of2".
@@ -85,11 +85,11 @@ class VeraLayer(nn.Module):
         of the vectors.
         """
         vectors = [vector for piece in self.slices for vector in self.vectors(piece)]
-        precise = {id(t) for vector in vectors for t in (vector, vector.grad) if t is not None}
+        vector_ids = {id(t) for vector in vectors for t in (vector, vector.grad) if t is not None}
 
         def cast(tensor: Tensor) -> Tensor:
             result = fn(tensor)
-            if id(tensor) in precise and result.dtype.itemsize < 4:
+            if id(tensor) in vector_ids and result.dtype.itemsize < 4:
                 return tensor.to(result.device)
             return result
 
@@ -158,9 +158,10 @@ class VeraLayer(nn.Module):
         factored, dense = self.costs(tokens, grad_input, grad, apart)
         if factored <= dense:
             return self._factored(x, dtype)
-        return self._apart(x, dtype) if apart else self._dense(x, dtype)
+        return self._dense_update(x, dtype) if apart else self._dense(x, dtype)
 
     def _factored(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The output by the factored way."""
         parts = self._parts(super().forward(x))
         inner: dict[int, Tensor] = {}  # x Aᵀ, once for slices that share A
         for piece in self.slices:
@@ -175,6 +176,7 @@ class VeraLayer(nn.Module):
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
     def _dense(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The output by the dense way, x (W0 + ΔW)ᵀ."""
         blocks = self.slices[0].blocks
         weight: Any = self.weight.T if isinstance(self, Conv1D) else self.weight
         bias: Any = self.bias
@@ -187,7 +189,8 @@ class VeraLayer(nn.Module):
         ]
         return torch.cat(parts, -1) if blocks > 1 else parts[0]
 
-    def _apart(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def _dense_update(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The output by the dense way, but as x W0ᵀ + x ΔWᵀ."""
         parts = self._parts(super().forward(x))
         for piece in self.slices:
             update = self._adapted(piece, x, dtype)

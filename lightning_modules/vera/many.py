@@ -1,4 +1,4 @@
-"""Several adapters in one batch: each row uses its own.
+"""Batches that mix adapters: each row can use another one.
 
 A and B are the same for all adapters of one seed, so the two products with them are computed once
 for the batch, and only the scaling vectors differ by row (Equation 2 with b and d gathered by row):
@@ -34,7 +34,7 @@ class Adapters:
         with adapters.rows(["sst2", "cola", "sst2"]):
             logits = model(**batch).logits
 
-    Their vectors and heads are held apart from the model's, which apply outside of `rows`.
+    Their vectors and heads are stored separately from the model's, which apply outside of `rows`.
 
     Args:
         model: the base, plain or adapted; a plain one gets the first adapter loaded into it.
@@ -51,7 +51,7 @@ class Adapters:
         self.model, self.check_base = model, check_base
         self._vectors: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
         self._heads: dict[str, dict[str, Tensor]] = {}
-        self._base: str | None = None  # hashed once, not for every adapter
+        self._base: str | None = None  # SHA-256, to hash the model once and not for every adapter
         for name, folder in folders.items():
             self.add(name, folder)
 
@@ -76,8 +76,8 @@ class Adapters:
                 f"the adapter in {folder} has heads {manifest['heads']}, but the model has "
                 f"{list(record.heads)}: adapters of one batch need the same heads"
             )
-        known = self._base == manifest["base_sha256"]
-        check_adapter(self.model, manifest, folder, self.check_base and not known)
+        base_was_checked = self._base == manifest["base_sha256"]
+        check_adapter(self.model, manifest, folder, self.check_base and not base_was_checked)
         self._base = manifest["base_sha256"]
         vectors = vectors_of(self.model)
         heads = head_tensors(self.model, record, tensors, folder)

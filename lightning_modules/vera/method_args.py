@@ -21,7 +21,7 @@ class MethodArgs(TypedDict, total=False):
         vector_length: length of those vectors.
         budget: number of parameters that APET trains.
         operations: kinds of APET's parameters: "add", "concat", "plug".
-        norms: false to freeze the layer norms, which adapters train besides (Houlsby et al.).
+        norms: false to freeze the layer norms, which these adapters also train (Houlsby et al.).
         pooler: false to freeze the bias of a pooler, which BitFit trains with the others.
     """
 

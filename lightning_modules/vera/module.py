@@ -98,7 +98,7 @@ class FineTuning(L.LightningModule):
                 "model.adapter_only is true, but the base starts at random, so that no checkpoint "
                 "could find it again: set model.pretrained or model.init_from"
             )
-        # These say where a run started: loading its checkpoint must not download or need old files.
+        # initial weights only: a checkpoint must load without downloading or needing these files
         self.save_hyperparameters(ignore=[] if adapter_only else ["init_from", "pretrained"])
         self.strict_loading = not adapter_only
         self.init_from, self.pretrained = init_from, pretrained
@@ -198,7 +198,7 @@ class FineTuning(L.LightningModule):
 
     def _add_scores(self, batch: Any) -> None:
         logits, targets = self.outputs(batch)
-        if not len(targets):  # padding of a distributed set
+        if not len(targets):  # only padding that gives all ranks equally many examples
             return
         self.mean_loss.update(loss_of(logits, targets), len(targets))
         if len(self.scores):

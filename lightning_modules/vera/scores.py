@@ -52,8 +52,8 @@ def classification_scores(num_classes: int) -> MetricCollection:
 class Matthews(MulticlassMatthewsCorrCoef):
     """Matthews' correlation; 0 if all predictions or all labels are of one class.
 
-    So scikit-learn and GLUE define it. torchmetrics returns another number for two classes, which
-    depends on their frequencies.
+    This is the definition of scikit-learn and GLUE. With two classes torchmetrics would return
+    another number in this case, which depends on their frequencies.
     """
 
     def compute(self) -> Tensor:

@@ -28,14 +28,14 @@ def resolve(model: nn.Module, targets: Targets, heads: Sequence[str]) -> dict[st
     Args:
         model: not yet adapted.
         targets: see `add_vera`.
-        heads: names of modules in which no target is looked for.
+        heads: names of modules inside which targets do not match.
 
     Raises:
         ValueError: if there are no targets, one matches nothing or a layer of a type that VeRA does
             not know, or two match one layer.
     """
     if not targets:
-        raise ValueError(f"targets {targets!r} name no layer: give {ALL!r}, say")
+        raise ValueError(f"targets {targets!r} name no layer: give for example {ALL!r}")
     modules = dict(model.named_modules())
     outside = {n: m for n, m in modules.items() if n and not inside(n, heads)}
     layers: dict[str, tuple[str, ...]] = {}

@@ -73,7 +73,7 @@ def add_vera(
         rank: r; VeRA's are larger than LoRA's (256 or 1024 in the paper).
         targets: the last parts of the layers' dotted names, with wildcards: "query",
             ["query", "value"], "blocks.*.attn.proj"; or "all-linear" for all but the output
-            head. After a colon stand slices of a fused projection: "c_attn:q,v" for two thirds of
+            head. Slices of a fused projection follow a colon: "c_attn:q,v" for two thirds of
             [q | k | v], "gate_up_proj:0of2" for the first of two equal blocks. A mapping
             {"c_attn": ["q", "v"]} is equivalent.
         d_init: initial value of every entry of d.
@@ -84,7 +84,7 @@ def add_vera(
         train: the vectors to train (Table 6). With "b" alone d stays at d_init. With "d" alone b
             stays at one and d starts at zero whatever d_init is, so that the outputs still start
             as the base's.
-        heads: names of modules that stay trainable in full; no target is looked for in them.
+        heads: names of modules that stay trainable in full; targets do not match inside them.
 
     Returns:
         The same model; `model.vera` records what was done.
@@ -278,11 +278,11 @@ def _check(model: nn.Module, record: Vera) -> None:
         raise ValueError("the model has VeRA layers already: strip(model) first")
     rank, seed = record.rank, record.seed
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"rank {rank!r} is not a whole number of at least 1: give 256, say")
+        raise ValueError(f"rank {rank!r} is not a whole number of at least 1: give for example 256")
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ValueError(f"seed {seed!r} is not a whole number of at least 0: give 0, say")
+        raise ValueError(f"seed {seed!r} is not a whole number of at least 0: give for example 0")
     if not math.isfinite(record.d_init):
-        raise ValueError(f"d_init {record.d_init} is not a finite number: give 0.1, say")
+        raise ValueError(f"d_init {record.d_init} is not a finite number: give for example 0.1")
     if record.init not in INITS:
         raise ValueError(f"unknown init {record.init!r}: expected {', '.join(INITS)}")
     if not record.train or set(record.train) - {"b", "d"}:

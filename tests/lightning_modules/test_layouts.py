@@ -206,5 +206,5 @@ def test_an_unknown_fused_projection_is_refused():
     model = nn.ModuleDict({"qkv": nn.Linear(4, 12)})
     with pytest.raises(ValueError, match=r"how q, k and v lie in qkv is not known"):
         fused_slice(model, "qkv", "q")
-    with pytest.raises(ValueError, match="does not make 'q'"):
+    with pytest.raises(ValueError, match="does not compute 'q'"):
         fused_slice(text("llama", **TEXT["llama"][0]), "layers.0.self_attn.k_proj", "q")

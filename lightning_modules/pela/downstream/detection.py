@@ -20,7 +20,7 @@ STAND_IN = TimmBackboneConfig(backbone="test_resnet", out_indices=[1, 2, 3])  # 
 PRIOR = 0.01  # initial probability of a class
 
 
-class _Maps(nn.Module):
+class _MaskedPyramid(nn.Module):
     """A pyramid with the interface of transformers' backbone: each map comes with its mask."""
 
     def __init__(self, pyramid: Pyramid):
@@ -50,15 +50,15 @@ class Detector(nn.Module):
         config = DeformableDetrConfig(backbone_config=STAND_IN, **arguments)
         self.detr = DeformableDetrForObjectDetection(config)
         inner: Any = self.detr.model
-        inner.backbone = _Maps(pyramid)
+        inner.backbone = _MaskedPyramid(pyramid)
         *projections, extra = inner.input_proj
         for projection, channels in zip(projections, pyramid.channels, strict=True):
             projection[0] = nn.Conv2d(channels, config.d_model, kernel_size=1)
         extra[0] = nn.Conv2d(channels, config.d_model, kernel_size=3, stride=2, padding=1)
-        self._start()
+        self._initialise_heads()
 
     @torch.no_grad()
-    def _start(self) -> None:
+    def _initialise_heads(self) -> None:
         """Deformable DETR's initialisation of the heads, which transformers leaves out."""
         heads: Any = self.detr
         for classify in heads.class_embed:

@@ -34,8 +34,8 @@ class CocoDetection(Downstream):
         _, targets, indices = batch
         detections, truths = self.detect(batch), [target["truth"] for target in targets]
         for i, index in enumerate(indices.tolist()):
-            # padding of a distributed batch counts as an empty image, because torchmetrics needs
-            # equally many images on every rank
+            # padding of the last batch is scored as an image without boxes, because torchmetrics
+            # needs equally many images on every rank
             if index == -100:
                 for side in (detections, truths):
                     side[i] = {name: values[:0] for name, values in side[i].items()}
@@ -125,7 +125,7 @@ class MaskDetection(CocoDetection):
         """
         if not _has_ops():
             raise ValueError(
-                "Mask R-CNN needs torchvision's compiled operators, which do not load beside this "
+                "Mask R-CNN needs torchvision's compiled operators, which do not load with this "
                 "torch: install the torchvision built for it, or set model to "
                 "lightning_modules.pela.downstream.Detection (Deformable DETR)"
             )

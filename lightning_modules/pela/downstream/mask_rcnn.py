@@ -108,13 +108,13 @@ def in_pixels(
         For each image "scores", "labels" from 0, "boxes" and "masks" (n, height, width), bool.
     """
     scaled = []
-    for one, scale, size in zip(detections, corner_scale(sizes / seen), sizes, strict=True):
-        boxes = one["boxes"] * scale
-        masks = paste_masks_in_image(one["masks"].float(), boxes, tuple(size.tolist()))
+    for detection, scale, size in zip(detections, corner_scale(sizes / seen), sizes, strict=True):
+        boxes = detection["boxes"] * scale
+        masks = paste_masks_in_image(detection["masks"].float(), boxes, tuple(size.tolist()))
         scaled.append(
             {
-                "scores": one["scores"],
-                "labels": one["labels"] - 1,
+                "scores": detection["scores"],
+                "labels": detection["labels"] - 1,
                 "boxes": boxes,
                 "masks": masks[:, 0] > 0.5,
             }

@@ -65,10 +65,10 @@ def build_backbone(
 class Pyramid(nn.Module):
     """A backbone that returns feature maps of four levels, with strides of 4, 8, 16 and 32 pixels.
 
-    A hierarchical model (Swin) has one map for each stage. Of a plain ViT the outputs of four
-    equally spaced blocks are used, which all have the patch size as stride. Two transposed
-    convolutions, one, none and a max pooling change it by factors of ¼, ½, 1 and 2, as in BEiT's
-    and MAE's segmentation (with patches of 16 pixels). Each map is layer-normalised first.
+    A hierarchical model (Swin) gives one map for each stage. A plain ViT gives the outputs of four
+    equally spaced blocks, whose stride is the patch size, 16 pixels. As in BEiT's and MAE's
+    segmentation, two transposed convolutions, one, none and a max pooling change the four strides
+    to those above. Each map is layer-normalised first.
 
     Args:
         backbone: a timm model; its head and final norm are removed.
@@ -93,9 +93,9 @@ class Pyramid(nn.Module):
         chosen = [info[index] for index in self.indices]
         self.channels: list[int] = [level["num_chs"] for level in chosen]
         self.norms = nn.ModuleList(LayerNorm2d(channels) for channels in self.channels)
-        plain = len({level["reduction"] for level in chosen}) == 1
+        equal_strides = len({level["reduction"] for level in chosen}) == 1
         self.resize = nn.ModuleList(
-            _resize(level, self.channels[0]) if plain else nn.Identity() for level in levels
+            _resize(level, self.channels[0]) if equal_strides else nn.Identity() for level in levels
         )
 
     def forward(self, images: Tensor, seen: Tensor | None = None) -> list[Tensor]:

@@ -41,7 +41,7 @@ from lightning_modules.apet import (
     strip,
     tunables,
 )
-from lightning_modules.apet.layer import at
+from lightning_modules.apet.layer import product_elements
 from lightning_modules.apet.placement import Placement
 from lightning_modules.tuning import tune
 
@@ -423,11 +423,11 @@ def test_sampled_and_dense_gradients_agree():
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(50, n, generator=generator, dtype=torch.float64) for n in (30, 40))
     index = torch.randperm(1200, generator=generator)[:1000].sort().values
-    few = torch.cat([at(left, right, piece, 40) for piece in index.split(20)])
+    few = torch.cat([product_elements(left, right, piece, 40) for piece in index.split(20)])
     torch.testing.assert_close(few, (left.T @ right).flatten()[index])
-    torch.testing.assert_close(at(left, right, index, 40), few)
+    torch.testing.assert_close(product_elements(left, right, index, 40), few)
     left, right = left.bfloat16(), right.bfloat16()
-    few = at(left, right, index[:20], 40)
+    few = product_elements(left, right, index[:20], 40)
     assert few.dtype == torch.float32
     torch.testing.assert_close(few, (left.float().T @ right.float()).flatten()[index[:20]])
 

@@ -46,10 +46,10 @@ def gradients(kind, operations):
 @pytest.mark.parametrize("kind", SIZES)
 def test_gradients_are_those_of_inputs_that_are_kept(monkeypatch, kind, operations):
     again = gradients(kind, operations)
-    monkeypatch.setattr(layer, "not_kept", lambda x: contextlib.nullcontext())
+    monkeypatch.setattr(layer, "recompute_instead_of_saving", lambda x: contextlib.nullcontext())
     # and of an adapter as torch differentiates it
     plain = type("Plain", (), {"apply": lambda y, w5, *_: torch.nn.functional.linear(y, w5)})
-    monkeypatch.setattr(layer, "_Behind", plain)
+    monkeypatch.setattr(layer, "_DownProjection", plain)
     kept = gradients(kind, operations)
     assert again.abs().sum() > 0
     torch.testing.assert_close(again, kept, rtol=1e-9, atol=1e-9)
@@ -63,7 +63,7 @@ def test_it_takes_less_memory(monkeypatch):
         return peak_bytes(training_step(model, case, device), device)[0]
 
     again = [peak([operation]) for operation in ("concat", "plug")]
-    monkeypatch.setattr(layer, "not_kept", lambda x: contextlib.nullcontext())
+    monkeypatch.setattr(layer, "recompute_instead_of_saving", lambda x: contextlib.nullcontext())
     kept = [peak([operation]) for operation in ("concat", "plug")]
     assert all(a < 0.9 * k for a, k in zip(again, kept, strict=True)), (again, kept)
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightning_modules.matformer import extract, nest, set_granularity, views
 from lightning_modules.matformer.views import (
     FewRowsLinear,
-    as_set,
+    at_set_granularity,
     first_layers,
     first_tokens,
     for_few_rows,
@@ -65,7 +65,7 @@ def test_a_submodel_is_the_nested_model_at_that_size(kind, axes):
     expected = logits(model)
     assert not torch.allclose(expected, full)
     assert torch.allclose(logits(small), expected, atol=1e-12)
-    assert torch.allclose(logits(as_set(model)), expected, atol=1e-12)
+    assert torch.allclose(logits(at_set_granularity(model)), expected, atol=1e-12)
     set_granularity(model, len(next(iter(AXES[axes].values()))) - 1)
     assert torch.allclose(logits(small), expected, atol=1e-12)  # and does not change with it
     assert count(small) == count(extract(model, chosen))
@@ -126,4 +126,4 @@ def test_few_rows(monkeypatch, shape, bias):
 
 def test_a_model_that_is_not_nested_stays_itself():
     model = build()
-    assert as_set(model) is model
+    assert at_set_granularity(model) is model
