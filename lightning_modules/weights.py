@@ -62,7 +62,10 @@ def read_state_dict(source: str | Path) -> dict[str, Tensor]:
     if path.is_dir():
         path = path / "model.safetensors"
     if not path.is_file():
-        raise FileNotFoundError(f"no weights at {path}: give a checkpoint's path to init_from")
+        raise FileNotFoundError(
+            f"no weights at {path}: expected a checkpoint, a file of weights, or a folder with "
+            "model.safetensors"
+        )
     content = read_file(path)
     for key in ("state_dict", "model"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
@@ -169,7 +172,7 @@ def copy_weights(
     report = LoadReport(sorted(loaded), missing, unexpected, sorted(reshaped), resampled)
     model.load_state_dict({**current, **loaded})
     complete = not (report.missing or report.unexpected or report.reshaped)
-    log.log(logging.INFO if complete else logging.WARNING, "init_from %s: %s", source, report)
+    log.log(logging.INFO if complete else logging.WARNING, "loaded %s: %s", source, report)
     return report
 
 

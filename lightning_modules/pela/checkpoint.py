@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
+from lightning_modules.layouts import inside
 from lightning_modules.pela.factorize import factorize
 from lightning_modules.weights import LoadReport, load_weights, read_state_dict
 
@@ -42,9 +43,7 @@ def start_from(
     if ranks:
         factorize(model, ranks=ranks, method="empty")
     report = load_weights(model, source)
-    uninitialised = [
-        name for name in report.missing + report.reshaped if name.startswith(tuple(ranks))
-    ]
+    uninitialised = [name for name in report.missing + report.reshaped if inside(name, list(ranks))]
     if uninitialised:
         raise ValueError(
             f"init_from {source} does not fit {type(model).__name__}: {uninitialised[0]}; give "

@@ -240,7 +240,7 @@ def _load(
     report = LoadReport(sorted(loaded), missing, unexpected, [], sorted(resampled))
     model.load_state_dict({**expected, **loaded})
     level = logging.WARNING if missing or unexpected or resampled else logging.INFO
-    log.log(level, "init_from %s: %s", source, report)
+    log.log(level, "loaded %s: %s", source, report)
     return report
 
 

@@ -156,8 +156,8 @@ def require_annealing(optimizer: RecAdam, warmup: float) -> None:
         if group["anchored"] and group["anneal_t0"] <= warmup:
             raise ValueError(
                 f"RecAdam's anneal_t0 is {group['anneal_t0']:g} and warm-up takes {warmup:g} "
-                "steps: it would be plain Adam before training begins; set "
-                "model.method_args.anneal_t0 above warm-up, or shorten model.warmup"
+                "steps: it would be mostly plain Adam before the learning rate reaches its peak; "
+                "set model.method_args.anneal_t0 above warm-up, or shorten model.warmup"
             )
 
 

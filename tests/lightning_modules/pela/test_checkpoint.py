@@ -1,7 +1,9 @@
 """Low-rank weights give a dense model their ranks and their values, and decompose nothing."""
 
+import pytest
 import timm
 import torch
+from torch import nn
 
 from lightning_modules.pela import factorize, plan_of
 from lightning_modules.pela.checkpoint import start_from
@@ -41,3 +43,21 @@ def test_dense_weights_leave_it_dense(tmp_path):
     assert ranks == {}
     x = torch.randn(2, 3, 16, 16)
     assert torch.equal(again(x), dense(x))
+
+
+def test_a_layer_whose_name_begins_like_a_low_rank_one_may_start_anew(tmp_path):
+    """`layers.10` is another layer than `layers.1`, whose weights the file must hold."""
+    torch.manual_seed(0)
+    wide = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(24, 24) for _ in range(11))})
+    low_rank = factorize(wide, ranks={"layers.1": 4})
+    kept = {n: v for n, v in low_rank.state_dict().items() if not n.startswith("layers.10.")}
+    torch.save(kept, tmp_path / "weights.pt")
+    again = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(24, 24) for _ in range(11))})
+    ranks, report = start_from(again, tmp_path / "weights.pt")
+    assert ranks == {"layers.1": 4}
+    assert report.missing == ["layers.10.bias", "layers.10.weight"]
+    lost = {n: v for n, v in kept.items() if n != "layers.1.v.weight"}
+    torch.save(lost, tmp_path / "weights.pt")
+    dense = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(24, 24) for _ in range(11))})
+    with pytest.raises(ValueError, match=r"does not fit ModuleDict: layers\.1\.v\.weight"):
+        start_from(dense, tmp_path / "weights.pt")
