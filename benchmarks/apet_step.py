@@ -1,13 +1,13 @@
-"""A training step with APET's insertions beside peft's LoRA of the same budget: time and memory.
+"""Time and memory of a training step with APET, relative to peft's LoRA of the same budget.
 
     python -m benchmarks.apet_step                    about ten minutes on one core
-    python -m benchmarks.apet_step --quick            a few seconds: does it run
+    python -m benchmarks.apet_step --quick            a few seconds: only checks that it runs
 
 Forward, backward and AdamW step of RoBERTa-base's shape (random weights, sequences of 128 tokens,
-dropout .1, the classifier frozen in all). LoRA of rank r adapts queries and values; APET gets as
-many parameters, by one operation alone and by all three. Elements (ADD) need ∂L/∂W at scattered
-places, terms (CONCAT) and neurons (PLUG) lie in layers that the seed draws. Goals: at most 1.1
-times LoRA's time, and 1.1 times its peak memory above the weights and AdamW's moments.
+dropout .1, the classifier always frozen). LoRA of rank r adapts queries and values; APET trains as
+many parameters, with one operation alone or all three. Single elements (ADD) need ∂L/∂W at
+scattered positions; terms (CONCAT) and neurons (PLUG) are in layers that the seed draws. Goals: at
+most 1.1 times LoRA's time, and 1.1 times its peak memory above the weights and AdamW's moments.
 """
 
 import cpu_torchvision  # noqa: F401  (first: see its docstring)
@@ -70,10 +70,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, and print Markdown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--repeats", type=int, default=8, help="rounds at most (default: 8)")
-    parser.add_argument("--seconds", type=float, default=90.0, help="for each budget (default: 90)")
+    parser.add_argument("--seconds", type=float, default=90.0, help="per budget (default: 90)")
     parser.add_argument("--quick", action="store_true", help="a toy model, three rounds")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
-    parser.add_argument("--tokens", type=int, default=1024, help="in a batch (default: 1024)")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens per batch (default: 1024)")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
     parser.add_argument(

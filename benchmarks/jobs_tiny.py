@@ -1,12 +1,12 @@
-"""Two jobs of one thread beside one job of two threads, on the tiny stages of MatViT.
+"""Compares --jobs 2 with one thread each to --jobs 1 with two threads, on tiny stages of MatViT.
 
     python -m benchmarks.jobs_tiny                 some minutes on two idle cores
-    python -m benchmarks.jobs_tiny --quick         does it run
+    python -m benchmarks.jobs_tiny --quick         only checks that it runs
 
 Both train the same four independent ViTs on digits, from the command line to the report, libraries
-imported and processes started included. They take turns, and the ratio is the median over rounds
-of the ratio within a round; the goal is that two jobs are at least 1.5 times as fast. A time is the
-wall's, so the machine has to be idle.
+imported and processes started included. They alternate, and the ratio is the median over rounds of
+the ratio within a round; the goal is that two jobs are at least 1.5 times as fast. Times are
+wall-clock times, so the machine has to be idle.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.jobs_tiny")
     parser.add_argument("--rounds", type=int, default=3, help="default 3")
-    parser.add_argument("--epochs", type=int, default=160, help="of 4X; default 160, the preset's")
+    parser.add_argument("--epochs", type=int, default=160, help="default 160, as in the preset")
     parser.add_argument("--quick", action="store_true", help="one round of 4 epochs")
     options = parser.parse_args(argv)
     count, epochs = (1, 4) if options.quick else (options.rounds, options.epochs)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def seconds(jobs: int, threads: int, epochs: int) -> float:
-    """Of the wall, for the whole command.
+    """Wall-clock seconds of the whole command.
 
     Raises:
         subprocess.CalledProcessError: if it fails.

@@ -1,19 +1,20 @@
-"""What a MatFormer submodel costs beside the model it stands for, as ratios of times.
+"""Speed of MatFormer submodels relative to plain models of the same width, as ratios of times.
 
     python -m benchmarks.matformer_latency             under three minutes on two cores
-    python -m benchmarks.matformer_latency --quick     a few seconds: does it run
+    python -m benchmarks.matformer_latency --quick     a few seconds: only checks that it runs
 
-1. Inference: a submodel extracted from a nested ViT, and the nested ViT itself in place (sliced),
-   against a timm ViT built at that width. Both do the same multiply-adds; the extracted one is
-   the same layers, so its time may differ by noise alone: the goal is a ratio within 3 % of 1.
+1. Inference: a submodel extracted from a nested ViT, and the nested ViT itself with its layers
+   sliced in place, against a timm ViT built at that width. All do the same multiply-adds. The
+   extracted one has the same layers as the timm model, so their times should differ by noise
+   alone: the goal is a ratio within 3 % of 1.
 2. Training: forward, backward and AdamW step of the nested ViT at each granularity against the
-   same step at XL, beside the ratio of their multiply-adds (MatFormer, arXiv 2310.07707: one
-   sampled step costs 0.646 XL on average when feed-forward and projections are all there is);
-   and what `freeze_idle_tail` adds to a step.
+   same step at XL, and the ratio of their multiply-adds for comparison (MatFormer, arXiv
+   2310.07707: a sampled step costs 0.646 of one at XL on average, if only feed-forward networks
+   and projections count); and the time that `freeze_idle_tail` adds to a step.
 
-Candidates take turns, A B C A B C …, and a ratio is the median over rounds of the ratio within a
-round, so that a slow moment of the machine meets all of them. Only ratios are printed: a time in
-milliseconds would say more about the machine than about the code.
+Candidates are timed in turn, A B C A B C …, and a ratio is the median over rounds of the ratio
+within a round, so that a slow moment of the machine affects all of them. Only ratios are printed,
+since times in milliseconds depend on the machine.
 """
 
 import cpu_torchvision  # noqa: F401  (first: see its docstring)
@@ -149,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--repeats", type=int, default=40, help="rounds at most (default: 40)")
     parser.add_argument(
-        "--seconds", type=float, default=50.0, help="about, for each table (default: 50)"
+        "--seconds", type=float, default=50.0, help="about, per table (default: 50)"
     )
     parser.add_argument("--quick", action="store_true", help="a toy model, three rounds")
     parser.add_argument(

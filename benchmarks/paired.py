@@ -1,4 +1,4 @@
-"""Candidates that take turns: how every benchmark here measures, and how it prints."""
+"""Interleaved timing of candidates, and the Markdown output that all benchmarks share."""
 
 import platform
 import statistics
@@ -12,7 +12,7 @@ import torch
 
 @dataclass
 class ImageCase:
-    """One timm model at one batch size; a benchmark adds how it is built.
+    """One timm model at one batch size; benchmarks add a method that builds it.
 
     Attributes:
         name: timm architecture.
@@ -38,16 +38,19 @@ class ImageCase:
 def rounds(
     candidates: dict[str, Callable[[], Any]], repeats: int, seconds: float, device: torch.device
 ) -> list[dict[str, float]]:
-    """Seconds that each candidate took, round by round, in turns, after a round that warms up.
+    """Time candidates in rounds, in which each is called once; the first round only warms up.
 
-    On one CPU thread they are those of the processor and not of the wall: the same where the
-    machine is free, and still right where it is not.
+    On one CPU thread CPU time is measured instead of wall-clock time, which counts other processes
+    too.
 
     Args:
-        candidates: what to call, by name.
-        repeats: rounds at most.
+        candidates: functions to time, by name.
+        repeats: number of rounds, at most.
         seconds: no further round starts after this long, but three are always measured.
-        device: is waited for before each reading of the clock.
+        device: a GPU is synchronised before each reading of the clock.
+
+    Returns:
+        Seconds of each candidate, for each round.
     """
 
     def clock() -> float:

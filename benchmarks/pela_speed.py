@@ -1,18 +1,18 @@
-"""What a low-rank model (PELA, arXiv 2310.10700) saves, measured, as ratios of times.
+"""Speed and memory of low-rank models (PELA, arXiv 2310.10700) relative to dense ones.
 
     python -m benchmarks.pela_speed                       five to ten minutes on one core
     python -m benchmarks.pela_speed --only factorize      one of the four tables
-    python -m benchmarks.pela_speed --quick               seconds: does it run
+    python -m benchmarks.pela_speed --quick               seconds: only checks that it runs
 
-1. inference: a forward pass, dense over low-rank (κ = 2), beside the ratio of their multiply-adds:
-   the goal is at least 0.9 of that ratio.
+1. inference: time of a forward pass, dense over low-rank (κ = 2), and the ratio of their
+   multiply-adds; the goal is at least 0.9 of the latter.
 2. training: the same for forward, backward and AdamW step.
-3. tuning: a training step and its peak memory, low-rank with all weights trained, over peft's
-   LoRA on the dense model; and LoRA on the low-rank model. The goal is less of both.
-4. factorize: `factorize` on deit_base against the released code's way, a singular value
-   decomposition with full matrices of each weight; the goal is five times faster.
+3. tuning: time and peak memory of a training step relative to peft's LoRA on the dense model, for
+   the low-rank model with all weights trained and with LoRA. The goal is less of both.
+4. factorize: time of `factorize` on deit_base against the released code's method, a singular value
+   decomposition of each weight with full matrices; the goal is five times faster.
 
-Candidates take turns and a ratio is the median over rounds, as in paired.py.
+Candidates are timed in turn, and a ratio is the median over rounds (paired.py).
 """
 
 import cpu_torchvision  # noqa: F401  (first: see its docstring)
@@ -47,12 +47,13 @@ class Case(ImageCase):
     """See `ImageCase`."""
 
     def build(self, low_rank: bool, device: torch.device) -> nn.Module:
-        """The model with random weights; the factors are not computed, time does not need them."""
+        """The model with random weights or random factors, whose values do not affect time."""
         torch.manual_seed(0)
         model = timm.create_model(self.name, num_classes=CLASSES, **self.model_args)
         if low_rank:
             factorize(model, KAPPA, method="empty")
-            for layer in low_rank_layers(model).values():  # what was empty may be slow denormals
+            # uninitialised factors may hold denormals, which are slow
+            for layer in low_rank_layers(model).values():
                 nn.init.normal_(layer.u.weight, std=0.02)
                 nn.init.normal_(layer.v.weight, std=0.02)
         return model.to(device)
@@ -71,7 +72,7 @@ FACTORIZED = "deit_base_patch16_224"
 def speed_up(
     case: Case, train: bool, repeats: int, seconds: float, device: torch.device
 ) -> list[str]:
-    """Table row: the speed-up of low rank beside the ratio of multiply-adds."""
+    """Table row: the speed-up of low rank, and the ratio of multiply-adds."""
     models = {"dense": case.build(False, device), "low-rank": case.build(True, device)}
     macs = [count_macs(model, case.input_shape) for model in models.values()]
     if train:
@@ -84,14 +85,14 @@ def speed_up(
         calls = {n: (lambda model=model: model(images)) for n, model in models.items()}
         with torch.no_grad():
             measured = rounds(calls, repeats, seconds, device)
-    found, expected = ratio(measured, "dense", "low-rank"), macs[0] / macs[1]
+    speedup, expected = ratio(measured, "dense", "low-rank"), macs[0] / macs[1]
     return [
         str(case),
         f"{macs[0] / case.batch / 1e9:.3f} G → {macs[1] / case.batch / 1e9:.3f} G",
         f"{expected:.3f}",
-        f"{found:.3f}",
-        f"{found / expected:.3f}",
-        "met" if found >= SPEED_UP * expected else "missed",
+        f"{speedup:.3f}",
+        f"{speedup / expected:.3f}",
+        "met" if speedup >= SPEED_UP * expected else "missed",
         str(len(measured)),
     ]
 
@@ -143,8 +144,9 @@ def tuning(case: Case, repeats: int, seconds: float, device: torch.device) -> li
     peaks = {name: peak_memory(name, case, device) for name in SYSTEMS}
     rows = []
     for name in SYSTEMS:
-        took, held = ratio(measured, name, "dense, LoRA"), peaks[name] / peaks["dense, LoRA"]
-        verdicts = ["met" if value < 1 else "missed" for value in (took, held)]
+        time_ratio = ratio(measured, name, "dense, LoRA")
+        memory_ratio = peaks[name] / peaks["dense, LoRA"]
+        verdicts = ["met" if value < 1 else "missed" for value in (time_ratio, memory_ratio)]
         if name.startswith("dense"):
             verdicts = ["", ""]
         rows.append(
@@ -152,10 +154,10 @@ def tuning(case: Case, repeats: int, seconds: float, device: torch.device) -> li
                 f"{case}: {name}",
                 f"{sizes[name] / 1e6:.1f} M",
                 f"{trained[name] / 1e6:.1f} M",
-                f"{took:.3f}",
+                f"{time_ratio:.3f}",
                 verdicts[0],
                 f"{peaks[name] / 2**20:,.0f} MiB",
-                f"{held:.3f}",
+                f"{memory_ratio:.3f}",
                 verdicts[1],
                 str(len(measured)),
             ]
@@ -164,7 +166,7 @@ def tuning(case: Case, repeats: int, seconds: float, device: torch.device) -> li
 
 
 def peak_memory(name: str, case: Case, device: torch.device) -> int:
-    """Bytes at most in use over three training steps, beyond the libraries' own.
+    """Peak bytes in use over three training steps, without what the libraries use.
 
     Allocated memory on a GPU; on a CPU the resident memory of a process that does nothing else.
     """
@@ -175,7 +177,7 @@ def peak_memory(name: str, case: Case, device: torch.device) -> int:
 
 
 def _steps_in_memory(name: str, case: Case, kind: str) -> int:
-    import peft  # noqa: F401  (in every process, so that the libraries weigh the same)
+    import peft  # noqa: F401  (so that every process includes the same libraries)
 
     device = torch.device(kind)
     torch.set_num_threads(1)
@@ -193,11 +195,12 @@ def _steps_in_memory(name: str, case: Case, kind: str) -> int:
 
 
 def _resident(field_name: str) -> int:
-    status = Path("/proc/self/status").read_text()  # getrusage inherits the parent's peak
-    found = re.search(rf"^{field_name}:\s+(\d+) kB$", status, re.M)
-    if found is None:
+    # getrusage would include the parent's peak
+    status = Path("/proc/self/status").read_text()
+    match = re.search(rf"^{field_name}:\s+(\d+) kB$", status, re.M)
+    if match is None:
         raise RuntimeError(f"/proc/self/status has no {field_name}: peak memory needs Linux")
-    return int(found.group(1)) * 1024
+    return int(match.group(1)) * 1024
 
 
 def factorizing(name: str, repeats: int, seconds: float, device: torch.device) -> list[str]:
@@ -214,13 +217,13 @@ def factorizing(name: str, repeats: int, seconds: float, device: torch.device) -
             a[:, : plan[layer]] * root
             root[:, None] * b[: plan[layer]]
 
-    # the copies are made beforehand, each for one call
+    # `factorize` changes its model, so that each call needs a copy; they are made beforehand
     copies = iter([copy.deepcopy(model) for _ in range(repeats + 1)])
     calls = {"full": full_matrices, "ours": lambda: factorize(next(copies), ranks=plan)}
     measured = rounds(calls, repeats, seconds, device)
-    found = ratio(measured, "full", "ours")
-    met = "met" if found >= FACTORIZE else "missed"
-    return [name, f"{len(plan)}", f"{found:.2f}", met, str(len(measured))]
+    speedup = ratio(measured, "full", "ours")
+    verdict = "met" if speedup >= FACTORIZE else "missed"
+    return [name, f"{len(plan)}", f"{speedup:.2f}", verdict, str(len(measured))]
 
 
 TABLES = ("inference", "training", "tuning", "factorize")
@@ -232,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", choices=TABLES, help="one table (default: all)")
     parser.add_argument("--repeats", type=int, default=20, help="rounds at most (default: 20)")
     parser.add_argument(
-        "--seconds", type=float, default=60.0, help="about, for each table (default: 60)"
+        "--seconds", type=float, default=60.0, help="about, per table (default: 60)"
     )
     parser.add_argument("--quick", action="store_true", help="a toy model, three rounds")
     parser.add_argument(

@@ -1,15 +1,15 @@
-"""What `plan` predicts beside what training takes: seconds, steps and memory of some tiny stages.
+"""Compares what `plan` predicts with what training takes: seconds, steps, memory of tiny stages.
 
     python -m benchmarks.plan_tiny                    some ten minutes
     python -m benchmarks.plan_tiny --preset small --stages matformer/matvit --limit 400
-    python -m benchmarks.plan_tiny --quick            does it run
+    python -m benchmarks.plan_tiny --quick            only checks that it runs
 
-Each stage is planned in one process and trained by `python -m recipes fit` in another, in turns. A
-time begins when the libraries are imported and ends with the training: the start of Python takes
-two to ten seconds, which would hide what a short training takes. On one thread
-(OMP_NUM_THREADS=1) it is the processor's and not the wall's, so that other work beside matters
-less. The goal is a prediction within 15 %. Memory is the largest that one training step has
-allocated (torch's profiler, or CUDA's own count), with weights and moments.
+Each stage is planned in one process and trained as by `python -m recipes fit` in another, in turns.
+Timing starts after the libraries are imported and ends with the training: the start of Python takes
+two to ten seconds, which would dominate a short training. On one thread (OMP_NUM_THREADS=1) it is
+CPU time instead of wall-clock time, so that other processes matter less. The goal is a prediction
+within 15 %. Memory is the peak of one training step (torch's profiler, or CUDA's own count), with
+weights and moments.
 """
 
 import cpu_torchvision  # noqa: F401  (first: see its docstring)
@@ -45,17 +45,17 @@ STAGES = (
     "self_distillation/images_adapt",
     "apet/encoder --data.task=RTE",
 )
-PROFILED = 6  # the step whose memory is looked at
+PROFILED = 6  # the step whose memory is measured
 
 
 class Peak(L.Callback):
-    """Ends a run after a step, and knows the most that it had allocated."""
+    """Measures the peak memory of one training step, then ends the run."""
 
     def __init__(self) -> None:
         self.peak = 0
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
-        """Begin to look, when gradients and moments are there."""
+        """Start the memory profiler, at a step at which gradients and moments exist."""
         if trainer.global_step == PROFILED:
             states = [s for one in trainer.optimizers for s in one.state.values()]
             moments = [v for s in states for v in s.values() if torch.is_tensor(v)]
@@ -69,7 +69,7 @@ class Peak(L.Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, index: int
     ) -> None:
-        """Sum up."""
+        """Compute the peak, and end the run."""
         if not hasattr(self, "profile"):
             return
         self.profile.__exit__(None, None, None)
@@ -81,13 +81,13 @@ class Peak(L.Callback):
 
 
 def largest_rise(profile: Any) -> int:
-    """The most bytes that were allocated at once, beyond what there was at the beginning."""
+    """Peak of allocated bytes, relative to the start of the profile."""
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = most = 0
+    allocated = peak = 0
     for event in sorted(events, key=lambda one: one.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
+        allocated += event.nbytes()
+        peak = max(peak, allocated)
+    return peak
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--preset", default="tiny", help="default tiny")
     parser.add_argument("--stages", nargs="+", default=STAGES, metavar="STAGE", help="with flags")
     parser.add_argument("--rounds", type=int, default=3, help="default 3")
-    parser.add_argument("--limit", type=int, default=0, help="updates at most; 0: as the file says")
+    parser.add_argument("--limit", type=int, default=0, help="default 0: the file's steps")
     parser.add_argument("--quick", action="store_true", help="one short round of one stage")
     parser.add_argument("--child", choices=CHILDREN, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -121,16 +121,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def row(stage: str, preset: str, rounds: int) -> list[str]:
-    """Of the table: a stage planned and trained in turns."""
+    """A row of the table: one stage, planned and trained in turns."""
     plans, runs = [], []
     for _ in range(rounds):
         plans.append(child("plan", stage, preset))
         runs.append(child("fit", stage, preset))
     peak = child("peak", stage, preset)
-    ratios = [made["seconds"] / run["seconds"] for made, run in zip(plans, runs, strict=True)]
+    ratios = [planned["seconds"] / run["seconds"] for planned, run in zip(plans, runs, strict=True)]
     return [
         stage,
-        spread([made["seconds"] for made in plans]),
+        spread([planned["seconds"] for planned in plans]),
         spread([run["seconds"] for run in runs]),
         spread(ratios),
         f"{plans[0]['updates']:,}",
@@ -141,7 +141,7 @@ def row(stage: str, preset: str, rounds: int) -> list[str]:
 
 
 def child(kind: str, stage: str, preset: str) -> dict[str, float]:
-    """What a process of its own measures, and prints as its last line.
+    """Run a function of CHILDREN in a new process, and read the JSON in its last line.
 
     Raises:
         RuntimeError: if it fails.
@@ -153,36 +153,37 @@ def child(kind: str, stage: str, preset: str) -> dict[str, float]:
             err.seek(0)
             raise RuntimeError(f"{shlex.join(command)}: {err.read()[-2000:]}")
         out.seek(0)
-        said: dict[str, float] = json.loads(out.read().strip().splitlines()[-1])
-    return said
+        result: dict[str, float] = json.loads(out.read().strip().splitlines()[-1])
+    return result
 
 
 def clock() -> float:
-    """Seconds: the processor's on one thread, else the wall's."""
+    """Seconds of CPU time on one thread, else of wall-clock time."""
     return time.process_time() if os.environ.get("OMP_NUM_THREADS") == "1" else time.perf_counter()
 
 
 def plan_child(stage: str, *flags: str, preset: str) -> None:
-    """Print what a stage will take."""
+    """Print the predicted seconds, optimizer steps and memory of a stage."""
     stopwatch.clock = clock
     file = f"recipes/{stage}.yaml"
-    cli.parse(file, preset, flags)  # imports what the stage names
-    made = plan(file, preset, flags)
-    said = {"seconds": made.total, "updates": made.updates, "memory": sum(made.memory.values())}
-    print(json.dumps(said))
+    cli.parse(file, preset, flags)  # imports the stage's modules
+    predicted = plan(file, preset, flags)
+    memory = sum(predicted.memory.values())
+    result = {"seconds": predicted.total, "updates": predicted.updates, "memory": memory}
+    print(json.dumps(result))
 
 
 def fit_child(stage: str, *flags: str, preset: str) -> None:
-    """Train a stage as the command does, and print its steps."""
-    cli.parse(f"recipes/{stage}.yaml", preset, flags)  # imports what the stage names
-    begun = clock()
+    """Train a stage as `fit` does, and print its seconds and optimizer steps."""
+    cli.parse(f"recipes/{stage}.yaml", preset, flags)  # imports the stage's modules
+    start = clock()
     with tempfile.TemporaryDirectory() as folder:
-        made = cli.main(arguments(stage, flags, preset, folder))
-    print(json.dumps({"updates": made.trainer.global_step, "seconds": clock() - begun}))
+        run = cli.main(arguments(stage, flags, preset, folder))
+    print(json.dumps({"updates": run.trainer.global_step, "seconds": clock() - start}))
 
 
 def peak_child(stage: str, *flags: str, preset: str) -> None:
-    """Print the most memory that a step of a stage takes."""
+    """Print the peak memory of a training step of a stage."""
     peak = Peak()
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -192,7 +193,7 @@ def peak_child(stage: str, *flags: str, preset: str) -> None:
 
 
 def arguments(stage: str, flags: Sequence[str], preset: str, folder: str) -> list[str]:
-    """Of a stage that writes into a folder."""
+    """Command-line arguments that train a stage and write into `folder`."""
     places = [f"--trainer.default_root_dir={folder}", f"--checkpoint.dirpath={folder}"]
     return ["fit", "-c", f"recipes/{stage}.yaml", "--preset", preset, *flags, *places]
 

@@ -1,16 +1,19 @@
-"""Speculative decoding: nested drafts against plain decoding and transformers' assisted generation.
+"""Speed of speculative decoding with nested drafts, against plain and assisted generation.
 
 MatFormer (arXiv 2310.07707), Table 2: S drafts, XL verifies; with one shared cache (App. C.1) the
-paper is 1.16 times as fast as XL alone on LAMBADA, 1.14 on TriviaQA. Compared here, in turns and
-with the same prompts: drafts by submodels (shared cache, and caches apart), of the first tokens of
-the vocabulary only, by the first layers, by the same submodel extracted as a model of its own, and
-an independently trained draft if one is named; plain decoding by this repository and by
-transformers; transformers' assisted generation with the same two models.
+paper is 1.16 times as fast as XL alone on LAMBADA, 1.14 on TriviaQA. Timed in turn, with the same
+prompts:
 
-Every text must be plain decoding's. In float32 a pass over several tokens rounds differently from
-passes over one, so a text may turn off where XL's two likeliest tokens tie: the gap between their
-logits there is printed, and more than rounding can make ends the run. With --exact all is in
-float64, nothing is timed, and one token that differs ends the run.
+- plain decoding, of this repository and of transformers;
+- submodels as drafts, with a shared cache or a cache each, or limited to the first token ids;
+- the first layers as draft;
+- transformers' assisted generation, with the extracted submodel as draft;
+- an independently trained draft, if one is given.
+
+Every text must equal that of plain decoding. In float32 a pass over several tokens rounds
+differently from passes over one, so that a text may diverge where XL's two likeliest tokens tie:
+the gap between their logits there is printed, and a gap too large for rounding ends the run. With
+--exact all is in float64, nothing is timed, and one different token ends the run.
 
     python -m benchmarks.speculative CKPT                 MatLM's or an elastic decoder's checkpoint
     python -m benchmarks.speculative CKPT --draft S M --draft-tokens 1 2 --vocabulary 8192
@@ -51,17 +54,17 @@ PLAIN = "XL alone"
 THEIRS = "XL alone, transformers"
 COMPILED = "XL alone, compiled"
 PAPER = 1.16
-TIE = 1e-3  # logits that lie further apart are not exchanged by rounding in float32
+TIE = 1e-3  # a larger gap between logits is not due to rounding in float32
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way of writing the texts.
+    """A method of generating the texts.
 
     Attributes:
-        write: called with `record`, writes them.
+        write: called with a `record`, returns the texts' tokens.
         k: drafted tokens at a time; 0 without a draft.
-        cost: the draft's multiply-adds for a token relative to the verifier's.
+        cost: the draft's multiply-adds per token relative to the verifier's.
     """
 
     write: Callable[..., Tensor]
@@ -70,7 +73,7 @@ class Candidate:
 
 
 def prompts(model: Any, tokenizer: Any, text: str | None, count: int, length: int) -> Tensor:
-    """The first tokens (N, L) of windows that lie evenly over a text."""
+    """Prompts (N, L), taken at even distances from a text."""
     if tokenizer is None:
         return torch.randint(model.config.vocab_size, (count, length))
     if text is None:
@@ -86,7 +89,7 @@ def prompts(model: Any, tokenizer: Any, text: str | None, count: int, length: in
 def candidates(
     model: Any, ids: Tensor, options: argparse.Namespace, independent: Any
 ) -> dict[str, Candidate]:
-    """What writes the texts, by name."""
+    """The methods that are compared, by name."""
     new = options.tokens
     verifier = drafter(model, None)
 
@@ -131,7 +134,7 @@ def candidates(
                 listed[title] = ours(k, name, vocabulary=count)
                 if options.compile:
                     listed[f"{title}, compiled"] = ours(k, name, compiled=True, vocabulary=count)
-            if options.batch == 1:  # it knows no batches
+            if options.batch == 1:  # assisted generation does not support batches
                 write = partial(assisted, draft=extract(model, name).eval(), k=k)
                 title = f"{name} drafts, k = {k}, transformers' assisted generation"
                 listed[title] = Candidate(partial(by_batch, write), k, shared.cost)
@@ -145,7 +148,7 @@ def candidates(
 
 @torch.no_grad()
 def widest_tie(model: Any, expected: Tensor, text: Tensor) -> float:
-    """The gap between the logits of the two tokens where a text (B, L) turns off; the widest."""
+    """The largest gap between the two tokens' logits, over rows (B, L) where the text diverges."""
     gaps = [0.0]
     for one, other in zip(expected, text, strict=True):
         if len(places := (one != other).nonzero()):
@@ -159,28 +162,28 @@ def check(model: Any, texts: dict[str, Tensor], exact: bool) -> dict[str, str]:
     """Compare every text with plain decoding's.
 
     Returns:
-        By name: "yes", or in how many rows it turns off, and the widest tie there.
+        By name: "yes", or in how many rows it diverges, and the widest tie there.
 
     Raises:
         RuntimeError: if one differs by more than rounding.
     """
-    said = {}
+    agreement = {}
     for name, text in texts.items():
         rows = int((text != texts[PLAIN]).any(1).sum())
         gap = widest_tie(model, texts[PLAIN], text)
         if gap > TIE or (exact and rows):
             raise RuntimeError(
-                f"{name} writes another text than {PLAIN} in {rows} of {len(text)} rows; where one "
-                f"turns off, the logits of the two tokens differ by {gap:.2g}"
+                f"{name} writes another text than {PLAIN} in {rows} of {len(text)} rows; where it "
+                f"diverges, the logits of the two tokens differ by {gap:.2g}"
             )
-        said[name] = f"{rows} of {len(text)} turn off at ties ≤ {gap:.0e}" if rows else "yes"
-    return said
+        agreement[name] = f"{rows} of {len(text)} diverge at ties ≤ {gap:.0e}" if rows else "yes"
+    return agreement
 
 
 def compare(
     model: Any, ids: Tensor, options: argparse.Namespace, independent: Any
 ) -> list[list[str]]:
-    """Table rows.
+    """Check and time all methods; table rows.
 
     Raises:
         RuntimeError: if a text is not the one that plain decoding writes.
@@ -198,11 +201,11 @@ def compare(
     rows = []
     for name, one in listed.items():
         alpha = records[name].acceptance
-        known = alpha == alpha  # transformers' own keeps no record
+        has_record = alpha == alpha  # NaN: transformers' generation keeps no record
         row = [
             name,
-            f"{expected_speedup(alpha, one.k, one.cost):.2f}" if known else "",
-            f"{alpha:.1%}" if known else "",
+            f"{expected_speedup(alpha, one.k, one.cost):.2f}" if has_record else "",
+            f"{alpha:.1%}" if has_record else "",
             f"{one.cost:.2f}" if one.k else "",
             same[name],
         ]
@@ -225,14 +228,14 @@ def main(argv: Sequence[str] | None = None) -> list[list[str]]:
     add("model", nargs="?", help="a checkpoint of MatLM; without it a random decoder (--quick)")
     add("--draft", nargs="+", default=["S"], help="granularities that draft (default: S)")
     add("--draft-tokens", nargs="+", type=int, default=[1, 2, 3], help="k (default: 1 2 3)")
-    add("--vocabulary", nargs="*", type=int, default=[], help="drafts of so many first tokens")
-    add("--layers", nargs="*", type=int, default=[], help="drafts by so many first layers")
+    add("--vocabulary", nargs="*", type=int, default=[], help="sizes of drafts' vocabularies")
+    add("--layers", nargs="*", type=int, default=[], help="numbers of first layers that draft")
     add("--independent", help="another checkpoint or folder that drafts")
     add("--text", help="a text file for the prompts (default: installed Python source)")
-    add("--prompts", type=int, default=4, help="texts (default: 4)")
-    add("--batch", type=int, default=1, help="of them at a time (default: 1)")
-    add("--prompt-tokens", type=int, default=64, help="of each (default: 64)")
-    add("--tokens", type=int, default=64, help="new ones of each (default: 64)")
+    add("--prompts", type=int, default=4, help="number of prompts (default: 4)")
+    add("--batch", type=int, default=1, help="prompts at a time (default: 1)")
+    add("--prompt-tokens", type=int, default=64, help="length of a prompt (default: 64)")
+    add("--tokens", type=int, default=64, help="new tokens per prompt (default: 64)")
     add("--repeats", type=int, default=9, help="rounds at most; 0 times nothing (default: 9)")
     add("--seconds", type=float, default=300.0, help="about (default: 300)")
     add("--compile", action="store_true", help="also XL and shared caches with compiled passes")

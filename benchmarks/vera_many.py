@@ -1,21 +1,21 @@
-"""Inference with VeRA: merged beside the plain base, and 32 adapters in one batch beside peft.
+"""Speed of inference with VeRA: merged against the base model, 32 adapters in a batch against peft.
 
     python -m benchmarks.vera_many             under eight minutes on one core
-    python -m benchmarks.vera_many --quick     a few seconds: does it run
+    python -m benchmarks.vera_many --quick     a few seconds: only checks that it runs
 
 RoBERTa-base's shape with random weights, query and value adapted, a classifier for each adapter.
 
-1. Merged: time over the plain base's, which has the same layers; the goal is 1 within 3 %.
+1. Merged: time relative to the plain base, which has the same layers; the goal is 1 within 3 %.
 2. 32 rows with 32 adapters, in one batch through `Adapters.rows`, against peft, which has all 32
-   loaded and for each row sets its adapter and runs that row alone. Printed is how many times
-   faster the batch is; goals 5 at 8 tokens a row and 2 at 128. Logits have to agree. Beside it:
+   loaded and for each row sets its adapter and runs that row alone. The speed-up is printed; goals
+   5 at 8 tokens a row and 2 at 128. Logits have to agree. Also printed:
 
-   - predicted: the ratio of the multiply-adds, all that is left where a row is long enough to
-     fill the machine by itself;
-   - the base alone: the same batch through the base with no adapter at all, which no batching of
-     adapters that multiplies by W0 and by ΔW can beat.
+   - predicted: the ratio of the multiply-adds, which is the speed-up for rows so long that one
+     alone uses the machine fully;
+   - the base alone: the speed-up of the same batch through the base without adapters, an upper
+     bound for any batching that multiplies by W0 and by ΔW.
 
-Candidates take turns and are timed as in vera_step.py, from where the model comes too.
+The model and the way of timing are those of vera_step.py.
 """
 
 import cpu_torchvision  # noqa: F401  (first: see its docstring)
@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--repeats", type=int, default=20, help="rounds at most (default: 20)")
     parser.add_argument(
-        "--seconds", type=float, default=25.0, help="about, for each row of a table (default: 25)"
+        "--seconds", type=float, default=25.0, help="about, per table row (default: 25)"
     )
     parser.add_argument("--quick", action="store_true", help="a toy model, three rounds")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")

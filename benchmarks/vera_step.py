@@ -1,7 +1,7 @@
-"""A training step with VeRA beside peft's VeRA and peft's LoRA, in time, multiply-adds and memory.
+"""Time, multiply-adds and memory of a training step with VeRA, against peft's VeRA and LoRA.
 
     python -m benchmarks.vera_step                         under ten minutes on one core
-    python -m benchmarks.vera_step --quick                 a few seconds: does it run
+    python -m benchmarks.vera_step --quick                 a few seconds: only checks that it runs
     python -m benchmarks.vera_step --tokens 8192 --layers 12 --ranks 1024
 
 Forward, backward and AdamW step of RoBERTa-base's shape (random weights, sequences of 128 tokens,
@@ -9,16 +9,16 @@ its own dropout of 0.1, query and value adapted, the classifier trained), agains
 same rank and peft's LoRA of rank 8, of 1,024 and 8,192 tokens.
 
 1. Time: ours over peft's VeRA; goals 0.92 and 0.80.
-2. What VeRA adds to LoRA's step, beside what its further multiply-adds predict: the goal is that
-   the time grows by at most 1.1 times what they predict. They are counted in the run itself, from
-   every matrix product of forward and backward, so they are those of the path that was taken.
-3. Peak memory of a step, above what stands before it (weights, moments of AdamW).
+2. The time that VeRA adds to LoRA's step, against what its additional multiply-adds predict; the
+   goal is at most 1.1 times the prediction. Multiply-adds are counted while the step runs, over
+   all matrix products of forward and backward, so they are those actually computed.
+3. Peak memory of a step, beyond what is allocated before it (weights, moments of AdamW).
 
-8,192 tokens are measured with three layers unless --layers says otherwise: depth changes little in
-the ratio and nothing in the path taken, and twelve take four times as long. Candidates take turns,
-and a ratio is the median over rounds of the ratio within a round, with the least and the greatest
-behind it. On one CPU thread, the default, time is the processor's, so that other processes on the
-machine do not count.
+8,192 tokens are measured with three layers unless --layers is given: depth hardly changes the ratio
+and does not change which code runs, and twelve layers take four times as long. Candidates are timed
+in turn, and a ratio is the median over rounds of the ratio within a round, followed by the least
+and the greatest. On one CPU thread, the default, CPU time is measured, so that other processes do
+not count.
 """
 
 import cpu_torchvision  # noqa: F401  (first: see its docstring)
@@ -59,7 +59,7 @@ class Case:
 
     Attributes:
         batch, length: B rows of N tokens.
-        layers, hidden: the model's; as RoBERTa's, the feed-forward network is 4 times as wide.
+        layers, hidden: depth and width; the feed-forward networks are 4 times as wide.
     """
 
     batch: int
@@ -125,14 +125,12 @@ def training_step(model: nn.Module, case: Case, device: torch.device) -> Callabl
         optimizer.step()
         optimizer.zero_grad()
 
-    step(ids[:1, :8])  # what a first call makes, AdamW's moments say, is no part of later steps
+    step(ids[:1, :8])  # the first call allocates AdamW's moments, which later steps must not count
     return step
 
 
 def peak_bytes(call: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
-    """The most memory that tensors take at once in a call, beyond what stood before, and what the
-    call returns.
-    """
+    """Peak bytes of tensors during a call, beyond those allocated before, and the call's result."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -156,7 +154,7 @@ def macs_of(call: Callable[[], Any]) -> tuple[int, Any]:
     def attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
         return sdpa_flop_count(query, key, value)
 
-    # The counter does not know the CPU's attention kernel, which serves where nothing is dropped.
+    # FlopCounterMode does not know the CPU's attention kernel, which is used without dropout.
     with FlopCounterMode(display=False, custom_mapping={kernel: attention}) as counter:
         result = call()
     return counter.get_total_flops() // 2, result
@@ -238,9 +236,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, and print Markdown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--repeats", type=int, default=8, help="rounds at most (default: 8)")
-    parser.add_argument(
-        "--seconds", type=float, default=60.0, help="about, for each size (default: 60)"
-    )
+    parser.add_argument("--seconds", type=float, default=60.0, help="about, per size (default: 60)")
     parser.add_argument("--quick", action="store_true", help="a toy model, three rounds")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
     parser.add_argument("--tokens", type=int, nargs="+", choices=list(GOALS), default=list(GOALS))

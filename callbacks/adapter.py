@@ -38,7 +38,7 @@ class SaveAdapter(L.Callback):
 
 
 def best_checkpoint(trainer: L.Trainer) -> Path | None:
-    """The best checkpoint's file; None without a monitored metric or where it is sharded."""
+    """The best checkpoint's file; None if no metric is monitored or the checkpoint is sharded."""
     for callback in trainer.checkpoint_callbacks:
         monitored = getattr(callback, "monitor", None)
         path = Path(getattr(callback, "best_model_path", ""))
@@ -50,7 +50,7 @@ def best_checkpoint(trainer: L.Trainer) -> Path | None:
 
 
 def describe(pl_module: L.LightningModule, trainer: L.Trainer) -> dict[str, Any]:
-    """What using an adapter needs besides its tensors: base, tokenizer and class names."""
+    """Metadata needed to use an adapter: base model, tokenizer and class names."""
     data = getattr(trainer, "datamodule", None)
     return {
         "base": pl_module.hparams.get("architecture"),

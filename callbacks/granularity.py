@@ -20,7 +20,7 @@ class GranularitySampling(L.Callback):
         probabilities: one for each granularity, smallest first, summing to 1; uniform when null
             (MatFormer, arXiv 2310.07707, Eq. 2 and Table 6).
         per_layer: draw each layer's granularity independently (the OFA baseline, Appendix B.4).
-        seed: of the draws; null for the seed that seed_everything was given (0 without one).
+        seed: seed of the draws; null for that of seed_everything (0 if it was not called).
 
     Raises:
         ValueError: when training starts, if the probabilities do not fit the model.
@@ -48,7 +48,7 @@ class GranularitySampling(L.Callback):
 
     def draw(self, step: int, granularities: int, layers: int) -> list[int]:
         """The granularity index of each layer at the optimizer step number `step`."""
-        # Lightning leaves the run's seed in the environment, where all its processes find it
+        # seed_everything stores its seed in the environment, so that all processes read the same
         seed = os.environ.get("PL_GLOBAL_SEED", 0) if self.seed is None else self.seed
         generator = random.Random(f"{seed} {step}")
         count = layers if self.per_layer else 1

@@ -25,9 +25,9 @@ class SeedEveryStep(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Seed for this batch."""
-        seen = trainer.fit_loop.epoch_loop.total_batch_idx
-        entropy = (self.seed, seen, trainer.global_rank)
+        """Seed the generators for this batch."""
+        batches_seen = trainer.fit_loop.epoch_loop.total_batch_idx
+        entropy = (self.seed, batches_seen, trainer.global_rank)
         seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
         random.seed(seed)
         np.random.seed(seed)

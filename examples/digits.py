@@ -1,10 +1,10 @@
-"""scikit-learn's digits as a folder of pictures, to try the README's commands with.
+"""Writes scikit-learn's digits as an image folder, to try the README's commands with.
 
 python examples/digits.py digits          ten classes, the digits
-python examples/digits.py numbers pairs   ten classes of numbers of two digits: those of `make demo`
+python examples/digits.py numbers pairs   ten classes, two-digit numbers, as in `make demo`
 
-FOLDER/train/<class>/ holds pictures that DigitsData or PairedDigitsData trains on with seed 0, and
-FOLDER/val/<class>/ some that it holds out. FOLDER/new/ has 20 more of those that are held out.
+FOLDER/train/<class>/ has training pictures of DigitsData or PairedDigitsData with seed 0, and
+FOLDER/val/<class>/ held-out ones. FOLDER/new/ has 20 further held-out pictures, to predict.
 """
 
 import cpu_torchvision  # noqa: F401  (first: see its docstring)
@@ -16,7 +16,7 @@ from datamodules import DigitsData, PairedDigitsData
 
 
 def main(folder: str, kind: str, new: int = 2) -> None:
-    """Write pictures below the folder; `new` of each class without a folder of its class."""
+    """Write the image folder; the first `new` held-out pictures of each class go to FOLDER/new."""
     pairs = kind == "pairs"
     data = PairedDigitsData(train_pairs=1200, val_pairs=400) if pairs else DigitsData()
     for part, images in (("train", data.train_set), ("val", data.val_set)):
@@ -32,7 +32,7 @@ def main(folder: str, kind: str, new: int = 2) -> None:
 
 
 if __name__ == "__main__":
-    parser = ArgumentParser(description="scikit-learn's digits as a folder of pictures")
+    parser = ArgumentParser(description="Writes scikit-learn's digits as an image folder.")
     parser.add_argument("folder")
     parser.add_argument("kind", nargs="?", choices=["digits", "pairs"], default="digits")
     main(**vars(parser.parse_args()))

@@ -1,4 +1,4 @@
-"""A folder of class folders, one nested ViT, and its sizes: with a plain Lightning Trainer.
+"""Trains a nested ViT on an image folder with a plain Lightning Trainer; predicts at each size.
 
 python examples/own_images.py ~/pictures
 """
@@ -15,7 +15,7 @@ from recipes.predict import Predictor
 
 
 def main(root: str, epochs: int = 10, size: int = 64, folder: str = "run") -> None:
-    """Train on the pictures below root, and print what each size says of two of them."""
+    """Train on the pictures below root; print each size's predictions for two held-out ones."""
     data = ImageFolderData(root=root, image_size=size, augmentation="light", num_workers=0)
     module = MatViT(
         num_classes=data.num_classes,

@@ -1,4 +1,4 @@
-"""Sentences of a csv, VeRA on a pre-trained encoder, an adapter: with a plain Lightning Trainer.
+"""Tunes a pre-trained encoder on a csv with VeRA and a plain Trainer; saves the adapter.
 
 python examples/own_text.py reviews.csv weights/all-MiniLM-L6-v2      (columns: sentence, label)
 """
@@ -15,7 +15,7 @@ from recipes.predict import Predictor
 
 
 def main(csv: str, base: str, epochs: int = 5, folder: str = "run") -> None:
-    """Tune the base on the sentences of a csv, and print what it says of two of them."""
+    """Tune the base on the sentences of a csv; print predictions for two held-out ones."""
     data = TextData(train=csv, tokenizer=base, max_length=64, batch_size=16)
     module = TextTuning(
         num_classes=data.num_classes,

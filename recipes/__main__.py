@@ -1,4 +1,4 @@
-"""`python -m recipes VERB`: Lightning's verbs for one stage (recipes/cli.py), or one of VERBS."""
+"""`python -m recipes VERB`: a subcommand of LightningCLI (recipes/cli.py) or of VERBS."""
 
 import difflib
 import importlib
@@ -8,7 +8,7 @@ from recipes.cli import main
 from recipes.ending import ending
 from recipes.messages import console
 
-# verb → the module whose main parses the other arguments; `predict -c FILE` is Lightning's own
+# verb → module whose main() gets the other arguments; `predict -c FILE` is LightningCLI's instead
 VERBS = {
     "claims": "recipes.ledger",
     "evaluate": "recipes.evaluate",
@@ -20,11 +20,11 @@ VERBS = {
 }
 
 
-STAGE = ("fit", "validate", "test", "predict")  # Lightning's
+STAGE = ("fit", "validate", "test", "predict")  # subcommands of LightningCLI
 OVERVIEW = """usage: python -m recipes VERB …, and python -m recipes VERB --help
 
 train one stage
-  plan -c FILE          steps, memory and hours, and what is missing, before it runs
+  plan -c FILE          predict steps, memory and hours, and list missing files
   fit -c FILE           train; FILE is a stage's YAML, such as recipes/matformer/folder.yaml
   validate, test        score a checkpoint: -c FILE --ckpt_path CKPT
 use what has been trained
@@ -38,7 +38,7 @@ run a paper's experiment: python -m recipes.matformer.matvit --help; README.md l
 
 
 def dispatch() -> None:
-    """Run a verb of VERBS or a stage; after `fit`, print its checkpoints and what to do next.
+    """Run a verb of VERBS or of LightningCLI; after `fit`, print checkpoints and next commands.
 
     Raises:
         ValueError: if there is no such verb.
@@ -47,13 +47,13 @@ def dispatch() -> None:
     if verb in ("", "-h", "--help"):
         print(OVERVIEW)
         return
-    known = [*STAGE, *VERBS]
-    if verb not in known and not verb.startswith("-"):
-        near = difflib.get_close_matches(verb, known, n=1)
-        meant = f", did you mean {near[0]!r}?" if near else ": --help lists those that there are"
-        raise ValueError(f"{verb!r} is no verb of python -m recipes{meant}")
-    names_a_stage = any(one.partition("=")[0] in ("-c", "--config") for one in arguments)
-    if verb in VERBS and not (verb == "predict" and names_a_stage):
+    all_verbs = [*STAGE, *VERBS]
+    if verb not in all_verbs and not verb.startswith("-"):
+        close = difflib.get_close_matches(verb, all_verbs, n=1)
+        hint = f", did you mean {close[0]!r}?" if close else ": --help lists those that there are"
+        raise ValueError(f"{verb!r} is no verb of python -m recipes{hint}")
+    has_config = any(part.partition("=")[0] in ("-c", "--config") for part in arguments)
+    if verb in VERBS and not (verb == "predict" and has_config):
         importlib.import_module(VERBS[verb]).main(arguments)
         return
     stage = main()

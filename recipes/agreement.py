@@ -17,20 +17,20 @@ TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.jso
 
 
 def agree(settings: Namespace) -> None:
-    """Fill in what the data take over from the model.
+    """Fill in data settings that follow from the model: tokenizer, mean and standard deviation.
 
     Args:
-        settings: of a stage, parsed; changed in place.
+        settings: parsed settings of a stage; changed in place.
     """
     imply_tokenizer(settings)
     imply_normalisation(settings)
 
 
 def imply_tokenizer(settings: Namespace) -> None:
-    """Take the tokenizer of a local model folder, where the data name none.
+    """Use the tokenizer in the model's local folder if the data name none.
 
     Args:
-        settings: of a stage, parsed; changed in place.
+        settings: parsed settings of a stage; changed in place.
     """
     data, architecture = _arguments(settings, "data"), _architecture(settings)
     if data is None or "tokenizer" not in data or data["tokenizer"] is not None:
@@ -43,10 +43,10 @@ def imply_tokenizer(settings: Namespace) -> None:
 def imply_normalisation(settings: Namespace) -> None:
     """Fill in the data's mean and std where they are null.
 
-    A pre-trained model's own are taken, else 0.5 each (pixels in −1 … 1).
+    They become those of the pre-trained model, or 0.5 each (pixels in −1 … 1).
 
     Args:
-        settings: of a stage, parsed; changed in place.
+        settings: parsed settings of a stage; changed in place.
     """
     data, model = _arguments(settings, "data"), _arguments(settings, "model")
     if data is None or "mean" not in data:
@@ -59,10 +59,10 @@ def imply_normalisation(settings: Namespace) -> None:
 
 
 def other_normalisation(settings: Namespace) -> str | None:
-    """A warning if the data's mean and std are not those that the weights were trained with.
+    """A warning if the data's mean and std differ from those that the weights were trained with.
 
     Args:
-        settings: of a stage, parsed.
+        settings: parsed settings of a stage.
     """
     data, model = _arguments(settings, "data"), _arguments(settings, "model")
     if data is None or model is None or data.get("mean") is None:
@@ -87,33 +87,33 @@ def weights_of(settings: Namespace) -> str | None:
     """A sentence on where a model's weights come from; None if the model has no such setting.
 
     Args:
-        settings: of a stage, parsed.
+        settings: parsed settings of a stage.
     """
     model = _arguments(settings, "model")
-    known = [name for name in ("pretrained", "init_from") if model is not None and name in model]
-    if not known:
+    options = [name for name in ("pretrained", "init_from") if model is not None and name in model]
+    if not options:
         return None
     if model.get("init_from"):
         return f"weights: {model['init_from']}"
     if model.get("pretrained"):
         return f"weights: {_architecture(settings)}"
-    names = " nor ".join(f"model.{name}" for name in known)
-    return f"{RANDOM}, since {'neither ' if known[1:] else 'no '}{names} is given"
+    names = " nor ".join(f"model.{name}" for name in options)
+    return f"{RANDOM}, since {'neither ' if options[1:] else 'no '}{names} is given"
 
 
 def _statistics(architecture: str) -> Statistics | None:
     """Mean and std that a pre-trained timm model expects; None if they are not known."""
     folder = architecture.removeprefix("local-dir:")
     if folder != architecture:
-        return _of_folder(Path(folder))
-    known = timm.get_pretrained_cfg(architecture) if timm.is_model(architecture) else None
-    return None if known is None else _mean_and_std(known.to_dict())
+        return _statistics_of_folder(Path(folder))
+    config = timm.get_pretrained_cfg(architecture) if timm.is_model(architecture) else None
+    return None if config is None else _mean_and_std(config.to_dict())
 
 
 def _statistics_of_file(source: Path) -> Statistics | None:
     """Mean and std that a checkpoint, or a timm folder, was trained with; None if unknown."""
     if source.is_dir():
-        return _of_folder(source)
+        return _statistics_of_folder(source)
     if source.suffix != ".ckpt" or not source.is_file():
         return None
     try:
@@ -125,16 +125,16 @@ def _statistics_of_file(source: Path) -> Statistics | None:
     return _mean_and_std(described[0].get("transform", {})) if described else None
 
 
-def _of_folder(folder: Path) -> Statistics | None:
+def _statistics_of_folder(folder: Path) -> Statistics | None:
     file = folder / "config.json"
-    known = json.loads(file.read_text()) if file.is_file() else {}
-    return _mean_and_std(known.get("pretrained_cfg", {}))
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    return _mean_and_std(config.get("pretrained_cfg", {}))
 
 
-def _mean_and_std(known: dict[str, Any]) -> Statistics | None:
-    if "mean" not in known or "std" not in known:
+def _mean_and_std(config: dict[str, Any]) -> Statistics | None:
+    if "mean" not in config or "std" not in config:
         return None
-    return {key: tuple(known[key]) for key in ("mean", "std")}
+    return {key: tuple(config[key]) for key in ("mean", "std")}
 
 
 def _arguments(settings: Namespace, part: str) -> Any:

@@ -1,4 +1,4 @@
-"""What the papers claim, as data beside each experiment, and what our numbers say about it.
+"""Claims of the papers, as data in each experiment's module, and the rule that judges them.
 
 An experiment's module lists its paper's claims:
 
@@ -14,15 +14,15 @@ An experiment's module lists its paper's claims:
         ),
     ]
 
-recipes/ledger.py judges all of them, on the seeds' paired difference and its 95 % interval:
+recipes/ledger.py judges all of them by the difference, paired by seed, and its 95 % interval:
 
     supported     the interval lies above the threshold
-    refuted       it lies below
-    undecided     it contains the threshold; the reason says how many seeds would decide, if mean
-                  and spread stay as they are
-    not judged    the gate is shut (the gate is a comparison that must itself be supported before
-                  models of this size can say anything), or nothing was measured, or only by the
-                  smoke test
+    refuted       the interval lies below the threshold
+    undecided     the interval contains the threshold; the reason tells how many seeds would decide
+                  if mean and standard deviation stayed the same
+    not judged    there is no measurement (preset tiny does not count), or the gate is shut: a gate
+                  is a precondition, a comparison that must be supported for the test to mean
+                  anything, such as "fine-tuning beats training from scratch"
 """
 
 import math
@@ -41,19 +41,19 @@ MOST_SEEDS = 1000
 
 @dataclass(frozen=True)
 class Comparison:
-    """Holds where a − b exceeds a threshold; to say "at most", swap a and b.
+    """A comparison of two rows, which holds if a − b exceeds a threshold.
 
     Attributes:
-        metric: compared.
+        metric: name of the compared metric.
         a: a row, or conditions on columns, such as {"row": "vera", "stage": "best"}.
-        b: likewise; with None, a itself has to exceed the threshold.
-        threshold: in the metric's own unit: −0.01 for "loses at most one point".
-        where: conditions on both sides.
-        mean_over: see `results.by_seed`. If a test has "set", a gate without a set of its own is
-            judged set by set, and the test's mean is over the sets whose gate is open.
+        b: likewise; if None, a alone is compared with the threshold. Swap a and b for "at most".
+        threshold: in the metric's unit: −0.01 for "loses at most one point".
+        where: further conditions on both sides.
+        mean_over: see `results.by_seed`. If a test has mean_over "set", a gate that names no set is
+            judged for each set, and the test's mean is over the sets whose gate is open.
         exact: the values are the same for every seed (counts), so they need no interval.
-        scale: what differences are multiplied by when written: 100 for points.
-        digits: of differences when written.
+        scale: factor by which differences are multiplied when printed: 100 for points.
+        digits: decimals of differences when printed.
     """
 
     metric: str
@@ -67,7 +67,7 @@ class Comparison:
     digits: int = 2
 
     def side(self, table: pd.DataFrame, one: str | Where) -> pd.Series:
-        """One side's values by seed."""
+        """Values of one side, indexed by seed."""
         return by_seed(table, self.metric, {**self.where, **_conditions(one)}, self.mean_over)
 
     def _lines(self, table: pd.DataFrame, one: str | Where) -> pd.DataFrame:
@@ -75,16 +75,16 @@ class Comparison:
         return select(table, where)
 
     def difference(self, table: pd.DataFrame) -> Difference:
-        """a − b, or a alone; a mean is over what was measured of both."""
+        """a − b, or a alone; with `mean_over`, over the values of that column that both have."""
         if self.b is None:
             return difference(self.side(table, self.a), 0.0)
         if self.mean_over:
-            found = [set(self._lines(table, one)[self.mean_over]) for one in (self.a, self.b)]
-            table = table[table[self.mean_over].isin(found[0] & found[1])]
+            in_a, in_b = (set(self._lines(table, one)[self.mean_over]) for one in (self.a, self.b))
+            table = table[table[self.mean_over].isin(in_a & in_b)]
         return difference(self.side(table, self.a), self.side(table, self.b))
 
     def verdict(self, compared: Difference) -> str:
-        """The word for a measured difference."""
+        """SUPPORTED, REFUTED, UNDECIDED or NOT_JUDGED for a measured difference."""
         if not compared.n:
             return NOT_JUDGED
         low, high = compared.low, compared.high
@@ -114,14 +114,14 @@ class Claim:
     Attributes:
         name: short and unique within its experiment.
         paper: such as "VeRA".
-        sentence: what it says.
-        where: the table, figure or section.
-        number: the paper's own figure.
+        sentence: the claim in one sentence.
+        where: the paper's table, figure or section.
+        number: the value that the paper reports.
         test: a comparison, or several that all have to hold; None if this repository cannot test
             the claim.
-        gate: a comparison that must be supported before the test means anything, or several.
+        gate: a comparison, or several, that must be supported for the test to mean anything.
         reason: why there is no test.
-        preset: the one whose rows it compares; "" if it can be judged on every preset's table.
+        preset: the only preset that it is judged at; "" if it can be judged at any.
     """
 
     name: str
@@ -136,31 +136,31 @@ class Claim:
 
 
 def judge(claim: Claim, table: pd.DataFrame) -> tuple[str, str, str]:
-    """The verdict on a claim: its word, the measured differences, and the reason.
+    """Judge a claim: verdict (such as SUPPORTED), measured differences, and reason.
 
     Args:
-        claim: to judge.
-        table: of one experiment at one preset.
+        claim: the claim.
+        table: the tidy table of one experiment at one preset.
     """
     tests, gates = _several(claim.test), _several(claim.gate)
     if not tests:
         return NOT_JUDGED, "", claim.reason
     by_set = any(test.mean_over == "set" for test in tests)
     shut: list[str] = []
-    measured_at_all = set(table["metric"])
+    measured_metrics = set(table["metric"])
     for gate in gates:
         if by_set and not gate.mean_over and "set" not in gate.where:
-            if gate.metric not in measured_at_all:
-                return NOT_JUDGED, "", f"the gate is shut: {_shut(gate, table)}"
+            if gate.metric not in measured_metrics:
+                return NOT_JUDGED, "", f"the gate is shut: {_why_shut(gate, table)}"
             open_sets = []
             for name in unique(select(table, {"metric": gate.metric, "x": None}), "set"):
                 within = replace(gate, where={**gate.where, "set": name})
-                if reason := _shut(within, table):
+                if reason := _why_shut(within, table):
                     shut.append(f"{name}: {reason}")
                 else:
                     open_sets.append(name)
             table = select(table, {"set": open_sets})
-        elif reason := _shut(gate, table):
+        elif reason := _why_shut(gate, table):
             return NOT_JUDGED, "", f"the gate is shut: {reason}"
     left_out = f"left out, since their gates are shut: {'; '.join(shut)}" if shut else ""
     compared = [test.difference(table) for test in tests]
@@ -197,16 +197,16 @@ def _several(comparisons: Comparison | Sequence[Comparison] | None) -> list[Comp
     return [comparisons] if isinstance(comparisons, Comparison) else list(comparisons)
 
 
-def _shut(gate: Comparison, table: pd.DataFrame) -> str:
+def _why_shut(gate: Comparison, table: pd.DataFrame) -> str:
     """Why a gate is shut; "" if it is open."""
     compared = gate.difference(table)
     if gate.verdict(compared) == SUPPORTED:
         return ""
     b = "" if gate.b is None else f" − {_named(gate.b)}"
-    found = f"{gate.metric} {_named(gate.a)}{b} = {gate.text(compared) or 'not measured'}"
+    measured = f"{gate.metric} {_named(gate.a)}{b} = {gate.text(compared) or 'not measured'}"
     if compared.n == 1 and not gate.exact:
-        return f"{found}: one seed has no interval, a second is needed"
-    return found
+        return f"{measured}: one seed has no interval, a second is needed"
+    return measured
 
 
 def _named(side: str | Where) -> str:
@@ -216,7 +216,7 @@ def _named(side: str | Where) -> str:
 def seeds_needed(compared: Difference, threshold: float = 0.0, power: float = 0.8) -> int:
     """The least n at which the interval would exclude the threshold with probability `power`.
 
-    Mean and sd are taken to stay as they are: √n · |mean − threshold| / sd ≥ t(0.975) + t(power),
+    Mean and sd are assumed not to change: √n · |mean − threshold| / sd ≥ t(0.975) + t(power),
     both quantiles with n − 1 degrees of freedom; MOST_SEEDS + 1 if no n up to MOST_SEEDS suffices.
     """
     distance = abs(compared.mean - threshold)

@@ -38,7 +38,7 @@ from lightning_modules.weights import read_checkpoint
 from recipes.agreement import RANDOM, agree, other_normalisation, weights_of
 from recipes.messages import refused, shortened
 
-PAPER = "paper"  # the preset that is the file's top alone
+PAPER = "paper"  # the preset without overrides: the top of the file
 SUMMARY = "One training stage from one YAML file, such as recipes/matformer/matvit.yaml."
 USAGE = (
     "-c FILE names the stage's YAML, --preset NAME one of the presets in it, and any setting of it "
@@ -47,14 +47,14 @@ USAGE = (
     "as they would run."
 )
 
-# an experiment hands each stage its own arguments, whatever the process was started with
+# an experiment passes each stage's arguments itself, so Lightning's advice to use sys.argv is moot
 warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
-# Lightning's own use of torch, which nobody who trains can change
+# this warning is about Lightning's code: a user can do nothing about it
 warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 
 
 class Parser(LightningArgumentParser):
-    """Raises an error instead of printing the usage and ending the process."""
+    """A parser that raises WrongSetting instead of printing its usage and exiting."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise WrongSetting."""
@@ -62,37 +62,38 @@ class Parser(LightningArgumentParser):
 
 
 class WrongSetting(ValueError):
-    """Carries jsonargparse's message, which nests the messages of each class's own parser."""
+    """jsonargparse refused a setting; the message nests those of the parsers of each class."""
 
 
 class SaveConfig(SaveConfigCallback):
-    """Writes config.yaml beside the curves; where no logger has a folder, beside the checkpoints.
+    """Writes config.yaml into the logger's folder, or the checkpoints' if no logger has one.
 
-    Without such a logger Lightning's own callback would write into the current folder.
+    In the second case Lightning's SaveConfigCallback would write into the current folder.
     """
 
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Write config.yaml, on the first rank."""
-        logs = [one for one in trainer.loggers if isinstance(one, CSVLogger | TensorBoardLogger)]
-        named = getattr(trainer.checkpoint_callback, "dirpath", None)
-        folder = Path(named or Path(trainer.default_root_dir, "checkpoints"))
-        if logs:
-            folder = Path(logs[0].log_dir)
+        kinds = CSVLogger | TensorBoardLogger
+        file_loggers = [one for one in trainer.loggers if isinstance(one, kinds)]
+        dirpath = getattr(trainer.checkpoint_callback, "dirpath", None)
+        folder = Path(dirpath or Path(trainer.default_root_dir, "checkpoints"))
+        if file_loggers:
+            folder = Path(file_loggers[0].log_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self.parser.save(self.config, folder / "config.yaml", skip_unset=False, overwrite=True)
 
 
 class RecipeCLI(LightningCLI):
-    """Lightning's command line, with what every recipe shares.
+    """LightningCLI with the settings that all recipes share.
 
     Added keys: `checkpoint` (Lightning's ModelCheckpoint; last.ckpt is always written, also after
     epochs that are not validated, and with `monitor` the best one beside it) and `seeding`
-    (reproducible noise, see SeedEveryStep). `seed_everything` is the one seed of a run: the order
-    of the data and the noise of the steps follow it.
+    (reproducible noise, see SeedEveryStep). `seed_everything` is the only seed of a run: it also
+    sets the seeds of the data and of SeedEveryStep.
 
     Args:
         args: the command line.
-        callbacks: further callbacks, beside those of the file.
+        callbacks: further callbacks, in addition to those of the YAML file.
     """
 
     def __init__(self, args: ArgsType = None, callbacks: Sequence[L.Callback] = ()):
@@ -114,7 +115,7 @@ class RecipeCLI(LightningCLI):
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add what all stages share."""
+        """Add the keys and links that all stages share."""
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
         parser.add_lightning_class_args(SeedEveryStep, "seeding")
         parser.set_defaults({"checkpoint.save_last": True})
@@ -132,30 +133,30 @@ class RecipeCLI(LightningCLI):
             raise ValueError(shortened(str(error))) from error
 
     def before_instantiate_classes(self) -> None:
-        """Fill in what follows from other settings; warn where model and data disagree."""
+        """Fill in settings that follow from others; warn if model and data disagree."""
         settings = self.config.get(self.subcommand, self.config)
         agree(settings)
         if settings.checkpoint.monitor is None:
             settings.checkpoint.save_on_train_epoch_end = _saved_at_epoch_end(settings)
-        if said := other_normalisation(settings):
-            rank_zero_warn(said)
+        if warning := other_normalisation(settings):
+            rank_zero_warn(warning)
         if settings.get("ckpt_path") and Path(settings.ckpt_path).is_file():
             read_checkpoint(settings.ckpt_path)  # a clearer error than Lightning's if it is broken
-        start = weights_of(settings) or ""
-        if self.subcommand == "fit" and not settings.ckpt_path and start.startswith(RANDOM):
-            rank_zero_info(start)
+        weights = weights_of(settings) or ""
+        if self.subcommand == "fit" and not settings.ckpt_path and weights.startswith(RANDOM):
+            rank_zero_info(weights)
 
     def instantiate_classes(self) -> None:
-        """Build them, and turn jsonargparse's error into one sentence."""
+        """Build data and model; turn jsonargparse's error into one sentence."""
         try:
             super().instantiate_classes()
         except ValueError as error:
-            if said := refused(str(error)):
-                raise ValueError(said) from error
+            if message := refused(str(error)):
+                raise ValueError(message) from error
             raise
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        """Make last.ckpt the newest checkpoint also where `monitor` is set.
+        """Build the trainer; last.ckpt is the newest checkpoint even if `monitor` is set.
 
         With `monitor`, Lightning writes last.ckpt only when the monitored value has improved.
         """
@@ -185,7 +186,7 @@ class RecipeCLI(LightningCLI):
 def _saved_at_epoch_end(settings: Namespace) -> bool | None:
     """ModelCheckpoint's save_on_train_epoch_end for last.ckpt; None leaves it to Lightning.
 
-    Lightning, left alone, saves nothing after an epoch that is not validated.
+    By default Lightning saves nothing after an epoch without validation.
     """
     chosen = settings.checkpoint.save_on_train_epoch_end
     if chosen is None and (settings.trainer.check_val_every_n_epoch or 1) > 1:
@@ -194,7 +195,7 @@ def _saved_at_epoch_end(settings: Namespace) -> bool | None:
 
 
 def loggers(folder: str | None) -> list[Logger]:
-    """The loggers of a run that names none: CSV, and TensorBoard where it is installed.
+    """The default loggers of a run: CSV, and TensorBoard if it is installed.
 
     Args:
         folder: holds lightning_logs/version_0, …; the current folder when None.
@@ -206,11 +207,13 @@ def loggers(folder: str | None) -> list[Logger]:
 
 
 class _ParseOnly(RecipeCLI):
+    """Parses a command line without building or running anything."""
+
     def _set_seed(self) -> None:
-        """Leave the generators alone."""
+        """Do not seed the random number generators."""
 
     def before_instantiate_classes(self) -> None:
-        """Say nothing."""
+        """Print no warnings."""
 
     def instantiate_classes(self) -> None:
         """Stop before anything is built."""
@@ -220,10 +223,10 @@ class _ParseOnly(RecipeCLI):
 
 
 def parse(path: str | Path, preset: str = PAPER, overrides: Sequence[str] = ()) -> Namespace:
-    """The settings of a stage's file at a preset, defaults filled in; nothing is built or run.
+    """Parse a stage's file at a preset, with defaults filled in; nothing is built or run.
 
     Args:
-        path: of the stage, such as recipes/matformer/matvit.yaml.
+        path: YAML file of the stage, such as recipes/matformer/matvit.yaml.
         preset: one of `presets(path)`.
         overrides: further command-line arguments.
 
@@ -242,41 +245,41 @@ def _parse(texts: tuple[str, ...], overrides: tuple[str, ...]) -> Namespace:
 
 
 def layers(path: str | Path, preset: str = PAPER) -> list[str]:
-    """YAML texts, each of which overrides those before: a file's top, then the preset's parts.
+    """A file as YAML texts, each overriding those before: its top, then the preset's overrides.
 
     Raises:
         FileNotFoundError: if there is no such file.
         ValueError: if the file has no such preset.
     """
-    top, parts = _divided(path)
+    top, parts = _top_and_presets(path)
     texts: list[str] = []
     while preset != PAPER:
         if preset not in parts:
             known = ", ".join([*parts, PAPER])
             raise ValueError(f"unknown preset {preset!r}: {path} has {known}")
         part = parts[preset]
-        extended = _taken(part, "extends")
+        extended = _pop(part, "extends")
         texts.insert(0, yaml.serialize(part))
         preset = PAPER if extended is None else extended.value
     return [yaml.serialize(top), *texts]
 
 
 def presets(path: str | Path) -> list[str]:
-    """The names of a file's presets; the last is "paper", the file as it stands."""
-    return [*_divided(path)[1], PAPER]
+    """The names of a file's presets; the last is "paper", the top without overrides."""
+    return [*_top_and_presets(path)[1], PAPER]
 
 
 def grid(
     path: str | Path, preset: str = PAPER, under: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What an experiment varies: a file with presets whose top is no stage.
+    """What an experiment varies at a preset, from a grid file (a file with presets, but no stage).
 
     A preset's key replaces the top's; `rows+:` adds its entries to those of `rows`, by name.
 
     Args:
-        path: of the file, such as recipes/vera/glue_grid.yaml.
+        path: the file, such as recipes/vera/glue_grid.yaml.
         preset: one of `presets(path)`.
-        under: another grid, over which this one is laid.
+        under: another grid, which this one overrides.
     """
     merged = under or {}
     for text in layers(path, preset):
@@ -285,7 +288,7 @@ def grid(
 
 
 def lay(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`over` laid over `under`: its keys replace, and `key+` adds to the entries of `key`."""
+    """`under` overridden by `over`: a key replaces, `key+` adds its entries to those of `key`."""
     merged = dict(under)
     for key, value in over.items():
         if key.endswith("+"):
@@ -295,10 +298,10 @@ def lay(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _divided(path: str | Path) -> tuple[yaml.MappingNode, dict[str, yaml.MappingNode]]:
+def _top_and_presets(path: str | Path) -> tuple[yaml.MappingNode, dict[str, yaml.MappingNode]]:
     """A file's top, and its presets by name, as YAML nodes.
 
-    A node keeps each scalar as it is written (1e-3), for jsonargparse to interpret.
+    Nodes keep each scalar as it is written (1e-3); jsonargparse interprets it.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path} is not there: expected the YAML file of a stage")
@@ -309,13 +312,13 @@ def _divided(path: str | Path) -> tuple[yaml.MappingNode, dict[str, yaml.Mapping
         raise ValueError(f"{path}, line {line}: this is no YAML ({error.problem})") from error
     if not isinstance(top, yaml.MappingNode):
         raise ValueError(f"{path} is no mapping of settings: expected the YAML file of a stage")
-    parts = _taken(top, "presets")
+    parts = _pop(top, "presets")
     if parts is None:
         return top, {}
     return top, {name.value: part for name, part in parts.value}
 
 
-def _taken(node: yaml.MappingNode, key: str) -> Any:
+def _pop(node: yaml.MappingNode, key: str) -> Any:
     """Remove a key and return its value; None if it is not there."""
     for place, (name, value) in enumerate(node.value):
         if name.value == key:
@@ -343,11 +346,11 @@ def expanded(args: Sequence[str]) -> list[str]:
     used = False
     for before, argument in zip(["", *given], given, strict=False):
         if before in ("-c", "--config") and "\n" not in argument:
-            mine = preset if preset and presets(argument) != [PAPER] else PAPER
-            used |= mine == preset
+            applied = preset if preset and presets(argument) != [PAPER] else PAPER
+            used |= applied == preset
             files.append(argument)
-            first, *others = layers(argument, mine)
-            result += [first, *(part for text in others for part in ("-c", text))]
+            first, *later = layers(argument, applied)
+            result += [first, *(part for text in later for part in ("-c", text))]
         else:
             result.append(argument)
     if preset not in (None, PAPER) and not used:
@@ -357,13 +360,13 @@ def expanded(args: Sequence[str]) -> list[str]:
 
 
 def _split(argument: str) -> list[str]:
-    """`--config=FILE` as two arguments."""
+    """Split `--config=FILE` or `--preset=NAME` into two arguments; keep any other as it is."""
     option, equals, value = argument.partition("=")
     return [option, value] if equals and option in ("-c", "--config", "--preset") else [argument]
 
 
 def with_classes(args: Sequence[str]) -> list[str]:
-    """A command line in which a bare --model.help is given the class that the YAML names."""
+    """Add the class that the YAML names to a --model.help or --data.help without a value."""
     bare = [
         (place, argument)
         for place, argument in enumerate(args)
@@ -372,8 +375,8 @@ def with_classes(args: Sequence[str]) -> list[str]:
     ]
     if not bare:
         return list(args)
-    others = [one for place, one in enumerate(args) if (place, one) not in bare]
-    settings = _ParseOnly(others).config[others[0]]
+    rest = [one for place, one in enumerate(args) if (place, one) not in bare]
+    settings = _ParseOnly(rest).config[rest[0]]
     result = list(args)
     for place, argument in reversed(bare):
         chosen = settings[argument[2:].partition(".")[0]]
@@ -382,10 +385,10 @@ def with_classes(args: Sequence[str]) -> list[str]:
 
 
 def main(args: Sequence[str] | None = None, callbacks: Sequence[L.Callback] = ()) -> RecipeCLI:
-    """Run one stage; the command line is sys.argv's unless args are given.
+    """Run one stage; the command line is sys.argv unless args are given.
 
     Raises:
-        ValueError: naming the setting that is wrong.
+        ValueError: a setting is wrong; the message names it.
         KeyboardInterrupt: after Ctrl-C.
     """
     args = with_classes(expanded(sys.argv[1:] if args is None else args))

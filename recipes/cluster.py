@@ -1,4 +1,4 @@
-"""The nodes of an experiment as tasks of Ray, on a cluster or on this machine alone.
+"""Executes the nodes of an experiment as Ray tasks, on a cluster or on this machine alone.
 
 Ray places a task where a CPU is free and, on a cluster with GPUs, a GPU. Every machine of the
 cluster needs this repository and the folder of the runs at the same path (a shared file system),
@@ -15,19 +15,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from recipes.executors import ShowProgress, Task, TaskFailed, attempt
+from recipes.executors import ProgressCallback, Task, TaskFailed, attempt
 
 LOCK = ".lock"
 PASSED = ("RECIPES_", "HF_")  # environment variables that begin so are passed on to tasks
 
 
 class RayCluster:
-    """Tasks side by side on a Ray cluster; what they print goes to their logs.
+    """Executes tasks in parallel on a Ray cluster; their output goes to their log files.
 
     Args:
-        address: of a running cluster, "auto" for the one of this machine; or "local", which starts
-            Ray here and ends it with this process.
-        jobs: at most so many tasks at once.
+        address: that of a running cluster, "auto" for the one that this machine belongs to, or
+            "local", which starts Ray on this machine and stops it with this process.
+        jobs: number of tasks at once, at most.
 
     Raises:
         ValueError: if Ray is not installed.
@@ -36,7 +36,7 @@ class RayCluster:
 
     def __init__(self, address: str, jobs: int):
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # Ray's own 15 lets a busy machine's other processes take nearly all of its time
+        # Ray's default of 15 starves the workers if other processes keep the machine busy
         os.environ.setdefault("RAY_worker_niceness", "0")
         try:
             import ray
@@ -48,12 +48,12 @@ class RayCluster:
         variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         variables["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-        here: dict[str, Any] = {"num_cpus": jobs, "include_dashboard": False}
+        local: dict[str, Any] = {"num_cpus": jobs, "include_dashboard": False}
         ray.init(
             address=address,
             runtime_env={"env_vars": variables},
             log_to_driver=False,
-            **(here if address == "local" else {}),
+            **(local if address == "local" else {}),
         )
         self.ray, self.jobs = ray, jobs
         gpus = 1 if ray.cluster_resources().get("GPU") else 0
@@ -62,7 +62,7 @@ class RayCluster:
         self.waiting = ThreadPoolExecutor(jobs)  # one thread for each task waits for its result
         self.started: set[Any] = set()
 
-    def submit(self, task: Task, show: ShowProgress) -> "Future[Any]":
+    def submit(self, task: Task, on_progress: ProgressCallback) -> "Future[Any]":
         """Hand the task to Ray; its progress is not reported."""
         return self.waiting.submit(self._execute, task)
 
@@ -81,7 +81,7 @@ class RayCluster:
         return content
 
     def stop(self) -> None:
-        """End the tasks, and Ray where it was started here."""
+        """End the tasks, and Ray if this process started it."""
         self.waiting.shutdown(wait=False, cancel_futures=True)
         for running in list(self.started):
             self.ray.cancel(running, force=True)
@@ -89,14 +89,14 @@ class RayCluster:
 
 
 def execute(task: Task, folder: str) -> tuple[str, Any]:
-    """What a worker of Ray does: see `executors.attempt`.
+    """Execute a task in a Ray worker; see `executors.attempt`.
 
     Args:
-        task: to execute.
-        folder: the command's working directory, against which paths are relative.
+        task: the task.
+        folder: the command's working directory, to which the task's paths are relative.
     """
     os.chdir(folder)
     task.log.parent.mkdir(parents=True, exist_ok=True)
     with (task.log.parent / LOCK).open("a") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
-        return attempt(task, lambda words: None)
+        return attempt(task, lambda text: None)

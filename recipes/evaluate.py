@@ -1,10 +1,10 @@
-"""Scores on tasks of lm-evaluation-harness, at any sizes of a trained language model.
+"""Scores a trained language model on tasks of lm-evaluation-harness, at any of its sizes.
 
 python -m recipes evaluate runs/…/last.ckpt --granularity S M L XL --tasks lambada_openai piqa
 python -m recipes evaluate FOLDER --tasks my_task --task-folder my_tasks --shots 0
 
-MatFormer's 25 tasks are 1-shot, which is the default here. Each size is extracted first, so that it
-runs at its own cost. Needs `pip install -e '.[harness]'`.
+MatFormer's 25 tasks are 1-shot, which is the default here. Each size is extracted as a model of its
+own, so that a smaller one is faster too. Needs `pip install -e '.[harness]'`.
 """
 
 import argparse
@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> pd.DataFrame:
         sizes = {nesting.label(one): extract(model, one) for one in chosen}
     rows = [
         row
-        for label, small in sizes.items()
-        for row in harness.rows(label, small, tokenizer, options)
+        for label, submodel in sizes.items()
+        for row in harness.rows(label, submodel, tokenizer, options)
     ]
     table = tidy(rows, EXPERIMENT, "", 0)
     shown(table).show(f"{options.model}, {options.shots}-shot")
@@ -55,34 +55,34 @@ def main(argv: Sequence[str] | None = None) -> pd.DataFrame:
 
 
 def command_line() -> argparse.ArgumentParser:
-    """The verb's arguments."""
+    """The parser of the command's arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m recipes evaluate",
-        description="Scores on tasks of lm-evaluation-harness, at any sizes of a language model.",
+        description="Scores a language model on lm-evaluation-harness tasks, at any of its sizes.",
     )
     add = parser.add_argument
     add("model", metavar="CKPT", help="a checkpoint of MatLM, or a folder of transformers")
-    add("--tasks", nargs="+", required=True, metavar="TASK", help="of lm_eval, or --task-folder")
-    add("--task-folder", metavar="DIR", help="with further tasks as lm_eval's YAML files")
+    add("--tasks", nargs="+", required=True, metavar="TASK", help="of lm_eval or of --task-folder")
+    add("--task-folder", metavar="DIR", help="folder of further tasks, as lm_eval's YAML files")
     add(
         "--granularity",
         nargs="+",
         metavar="G",
         help="sizes of a nested model: S, M, … or 0,0,1,1 by layer; without it the largest",
     )
-    add("--shots", type=int, default=1, metavar="N", help="solved examples before each; default 1")
+    add("--shots", type=int, default=1, metavar="N", help="solved examples per prompt; default 1")
     add("--limit", type=int, metavar="N", help="only the first N examples of a task")
-    add("--bos", action="store_true", help="put a begin token first, as for Llama and Gemma")
+    add("--bos", action="store_true", help="begin with a BOS token, as for Llama and Gemma")
     add("--batch-size", type=int, default=8, metavar="N", help="default 8")
-    add("--out", type=Path, metavar="CSV", help="a file for the table, one number a line")
+    add("--out", type=Path, metavar="CSV", help="also write the table here, one number per line")
     return parser
 
 
 class Harness:
-    """lm-evaluation-harness, and the tasks that it knows.
+    """lm-evaluation-harness, with its own tasks and those of a folder.
 
     Args:
-        folder: with further tasks.
+        folder: further tasks as lm_eval's YAML files.
 
     Raises:
         ValueError: it is not installed.
@@ -97,17 +97,18 @@ class Harness:
             raise ValueError(
                 f"lm-evaluation-harness cannot be imported ({error}): pip install -e '.[harness]'"
             ) from error
-        logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of settings made on purpose
+        # its warnings are about settings that are intended here
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
         self.evaluate, self.adapter = simple_evaluate, HFLM
-        self.known = TaskManager(include_path=folder)
+        self.task_manager = TaskManager(include_path=folder)
 
     def check(self, tasks: Sequence[str]) -> None:
-        """Refuse a task that is not known, before a model is loaded.
+        """Refuse an unknown task, before a model is loaded.
 
         Raises:
-            ValueError: naming it.
+            ValueError: a task is unknown; the message names it.
         """
-        if unknown := [task for task in tasks if not self.known.match_tasks([task])]:
+        if unknown := [task for task in tasks if not self.task_manager.match_tasks([task])]:
             raise ValueError(
                 f"{unknown[0]} is no task of lm_eval: `lm-eval ls tasks` lists them, and "
                 "--task-folder adds those of a folder"
@@ -125,15 +126,15 @@ class Harness:
             add_bos_token=options.bos,
             prefix_token_id=None if options.bos else tokenizer.eos_token_id,
         )
-        answer = self.evaluate(
+        evaluation = self.evaluate(
             model=adapter,
             tasks=options.tasks,
-            task_manager=self.known,
+            task_manager=self.task_manager,
             num_fewshot=options.shots,
             limit=options.limit,
             log_samples=False,
         )
-        for task, values in answer["results"].items():
+        for task, values in evaluation["results"].items():
             for key, value in values.items():
                 metric = key.replace(",none", "").replace(",", " ")
                 if isinstance(value, int | float) and metric != "sample_len":

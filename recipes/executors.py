@@ -1,4 +1,4 @@
-"""Where the nodes of an experiment are executed: in this process, or in several beside it.
+"""Executors of an experiment's nodes: in this process, or in a pool of worker processes.
 
 An executor takes a task, which is a call of a top-level function, and returns a future of its
 result. Another backend is a class with `jobs`, `submit` and `stop`, such as cluster.py's.
@@ -23,27 +23,27 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from recipes.messages import sentence
 
-ShowProgress = Callable[[str], None]  # takes a few words on how far a task has come
+ProgressCallback = Callable[[str], None]  # gets a short text on a task's progress
 STARTING = threading.Lock()  # one process starts at a time, since each start changes os.environ
 
 
 @dataclass
 class Task:
-    """A call of `function(argument, show)`.
+    """A call of `function(argument, on_progress)`.
 
     Attributes:
-        title: for messages.
-        log: receives what the task prints if it runs in another process.
+        title: its name in messages.
+        log: file for what the task prints if it runs in another process.
     """
 
     title: str
-    function: Callable[[Any, ShowProgress], Any]
+    function: Callable[[Any, ProgressCallback], Any]
     argument: Any
     log: Path
 
 
 class TaskFailed(Exception):
-    """A task raised; the message is one sentence on why."""
+    """A task raised an exception; the message gives the reason in one sentence."""
 
 
 class Executor(Protocol):
@@ -51,7 +51,7 @@ class Executor(Protocol):
 
     jobs: int
 
-    def submit(self, task: Task, show: ShowProgress) -> "Future[Any]":
+    def submit(self, task: Task, on_progress: ProgressCallback) -> "Future[Any]":
         """Start a task; its future raises TaskFailed if it fails."""
 
     def stop(self) -> None:
@@ -63,13 +63,13 @@ class InProcess:
 
     jobs = 1
 
-    def submit(self, task: Task, show: ShowProgress) -> "Future[Any]":
+    def submit(self, task: Task, on_progress: ProgressCallback) -> "Future[Any]":
         """Execute the task before returning."""
         future: Future[Any] = Future()
         try:
-            future.set_result(task.function(task.argument, show))
+            future.set_result(task.function(task.argument, on_progress))
         except SIGTERMException:
-            raise  # the process is to end, not to go on with other tasks
+            raise  # this process has to end and must not start the next task
         except (Exception, SystemExit) as error:
             if os.environ.get("RECIPES_TRACEBACK"):
                 raise
@@ -81,35 +81,35 @@ class InProcess:
 
 
 class LocalPool:
-    """Tasks side by side in processes of this machine, each with its share of the threads.
+    """Executes tasks in parallel, in worker processes on this machine that share its cores.
 
-    A process is started when it is first needed and then reused, so that it imports the libraries
+    A worker is started when it is first needed and then reused, so that it imports the libraries
     once. It ends with this process, even if this process is killed.
 
     Args:
-        jobs: number of processes.
-        threads: of torch in each; by default OMP_NUM_THREADS, or the cores divided by jobs.
+        jobs: number of worker processes.
+        threads: torch threads of each; by default OMP_NUM_THREADS, or the cores divided by jobs.
     """
 
     def __init__(self, jobs: int, threads: int | None = None):
-        self.jobs, self.count = jobs, threads or threads_of(jobs)
+        self.jobs, self.threads = jobs, threads or threads_of(jobs)
         self.waiting = ThreadPoolExecutor(jobs)  # one thread for each process waits for its results
         self.idle: SimpleQueue[_Worker | None] = SimpleQueue()
         self.workers: list[_Worker] = []
         for _ in range(jobs):
             self.idle.put(None)
 
-    def submit(self, task: Task, show: ShowProgress) -> "Future[Any]":
+    def submit(self, task: Task, on_progress: ProgressCallback) -> "Future[Any]":
         """Hand the task to a free process."""
-        return self.waiting.submit(self._execute, task, show)
+        return self.waiting.submit(self._execute, task, on_progress)
 
-    def _execute(self, task: Task, show: ShowProgress) -> Any:
+    def _execute(self, task: Task, on_progress: ProgressCallback) -> Any:
         worker = self.idle.get()
         if worker is None or not worker.process.is_alive():
-            worker = _Worker(self.count)
+            worker = _Worker(self.threads)
             self.workers.append(worker)
         try:
-            return worker.execute(task, show)
+            return worker.execute(task, on_progress)
         finally:
             self.idle.put(worker)
 
@@ -121,24 +121,24 @@ class LocalPool:
 
 
 class _Worker:
-    """A process that executes one task after the other."""
+    """A worker process, which executes one task after the other."""
 
     def __init__(self, threads: int):
         context = multiprocessing.get_context("spawn")
-        self.pipe, other = context.Pipe()
+        self.pipe, child = context.Pipe()
         with STARTING, _environment(OMP_NUM_THREADS=str(threads)):
-            self.process = context.Process(target=_work, args=(other, threads), daemon=False)
+            self.process = context.Process(target=_worker_loop, args=(child, threads), daemon=False)
             self.process.start()
-        other.close()
+        child.close()
 
-    def execute(self, task: Task, show: ShowProgress) -> Any:
-        """Wait for the result, and pass its progress on."""
+    def execute(self, task: Task, on_progress: ProgressCallback) -> Any:
+        """Send the task, pass on its progress messages, and return its result."""
         try:
             self.pipe.send(task)
             while True:
                 kind, content = self.pipe.recv()
                 if kind == "progress":
-                    show(content)
+                    on_progress(content)
                 elif kind == "failed":
                     raise TaskFailed(content)
                 else:
@@ -151,16 +151,16 @@ class _Worker:
     def kill(self) -> None:
         """End the process and all that it started."""
         if self.process.pid is not None and self.process.is_alive():
-            with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
+            with contextlib.suppress(ProcessLookupError):  # the worker has not called setsid yet
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.kill()
             self.process.join()
 
 
-def _work(pipe: Connection, threads: int) -> None:
-    """What a worker process does."""
+def _worker_loop(pipe: Connection, threads: int) -> None:
+    """Execute the tasks that come through the pipe, until it is closed."""
     with contextlib.suppress(PermissionError):
-        os.setsid()  # Ctrl-C is for the parent, which then ends this group
+        os.setsid()  # Ctrl-C then reaches only the parent, which ends this process group
     threading.Thread(target=_end_with_parent, daemon=True).start()
     import torch
 
@@ -170,25 +170,25 @@ def _work(pipe: Connection, threads: int) -> None:
             task: Task = pipe.recv()
         except EOFError:
             return
-        pipe.send(attempt(task, lambda words: pipe.send(("progress", words))))
+        pipe.send(attempt(task, lambda text: pipe.send(("progress", text))))
 
 
-def attempt(task: Task, show: ShowProgress) -> tuple[str, Any]:
+def attempt(task: Task, on_progress: ProgressCallback) -> tuple[str, Any]:
     """Execute a task in a worker process; what it prints goes to its log.
 
     Returns:
-        "result" and what the task gives, or "failed" and one sentence on why.
+        "result" and what the task returned, or "failed" and the reason in one sentence.
     """
     task.log.parent.mkdir(parents=True, exist_ok=True)
     try:
         with _output_to(task.log):
             try:
-                return "result", task.function(task.argument, show)
+                return "result", task.function(task.argument, on_progress)
             except BaseException:
                 traceback.print_exc()
                 raise
     except (Exception, SystemExit) as error:
-        return "failed", f"{_reason(error)} (all of it: {task.log})"
+        return "failed", f"{_reason(error)} (full output: {task.log})"
 
 
 def _end_with_parent() -> None:
@@ -202,7 +202,7 @@ def _end_with_parent() -> None:
 def _output_to(log: Path) -> Iterator[None]:
     """Send what this process and those it starts print to a file."""
     sys.stdout.flush(), sys.stderr.flush()
-    kept = os.dup(1), os.dup(2)
+    originals = os.dup(1), os.dup(2)
     with log.open("a", buffering=1) as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
@@ -210,9 +210,9 @@ def _output_to(log: Path) -> Iterator[None]:
             yield
         finally:
             sys.stdout.flush(), sys.stderr.flush()
-            for stream, old in zip((1, 2), kept, strict=True):
-                os.dup2(old, stream)
-                os.close(old)
+            for stream, original in zip((1, 2), originals, strict=True):
+                os.dup2(original, stream)
+                os.close(original)
 
 
 @contextlib.contextmanager
@@ -231,14 +231,14 @@ def _environment(**values: str) -> Iterator[None]:
 
 
 def threads_of(jobs: int) -> int:
-    """Threads of torch in each of so many processes: OMP_NUM_THREADS, or their share of cores."""
+    """Torch threads of each of `jobs` processes: OMP_NUM_THREADS, or the cores divided by jobs."""
     return int(os.environ.get("OMP_NUM_THREADS", max(1, _cores() // jobs)))
 
 
 def _reason(error: BaseException) -> str:
-    reason = sentence(error)
-    if reason is not None:
-        return reason
+    message = sentence(error)
+    if message is not None:
+        return message
     if isinstance(error, SystemExit):
         return f"it ended with exit code {error.code}"
     return f"{type(error).__name__}: {error}"

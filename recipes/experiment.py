@@ -94,20 +94,20 @@ class Run:
         )
 
     def _add(self, node: Any) -> Any:
-        before = self.nodes.setdefault(node.folder, node)
-        if before is not node and before.fingerprint != node.fingerprint:
+        declared = self.nodes.setdefault(node.folder, node)
+        if declared is not node and declared.fingerprint != node.fingerprint:
             raise ValueError(f"{node.title} is declared twice, with different settings")
-        return before
+        return declared
 
     def best(
         self, stages: Sequence[Stage], metric: str, keys: Sequence[str], mode: str = "max"
     ) -> dict[str, Later]:
-        """Settings of the best of several trials, by the best value of a metric in each one's log.
+        """Values of settings in the best of several trials, by each trial's best value of a metric.
 
         Args:
             stages: the trials, which differ in these settings.
-            metric: such as "val/accuracy".
-            keys: of the settings, such as "model.lr".
+            metric: a logged metric, such as "val/accuracy".
+            keys: the settings, such as "model.lr".
             mode: "max" or "min".
         """
 
@@ -139,14 +139,14 @@ class Run:
         varied: Mapping[str, Any],
         settings: Mapping[str, Any],
     ) -> dict[str, Later]:
-        """The candidate, a set of settings, that is best when each is tried with seed 0.
+        """Try each candidate (a set of settings) with seed 0, and take the settings of the best.
 
         Args:
-            name: of the trials, before "trial 1", "trial 2", …
-            config: of their YAML.
-            candidates: settings with the same keys each.
-            metric: as for `best`; the larger the better.
-            varied: of all trials, as for `stage`.
+            name: name of the trials, to which "trial 1", "trial 2", … is appended.
+            config: their YAML file, without the ending.
+            candidates: sets of settings, all with the same keys.
+            metric: as for `best`; larger is better.
+            varied: settings of all trials, as for `stage`.
             settings: likewise.
         """
         trials = [
@@ -177,7 +177,7 @@ class Run:
         return Stage(self, "", config, 0, *given).parsed()
 
     def datamodule(self, config: str, seed: int = 0) -> Any:
-        """The DataModule of a file's stage."""
+        """The DataModule of the stage in a YAML file, with the user's flags."""
         data = self.parsed(config).data
         return type_of(data)(**{**data.init_args.as_dict(), "seed": seed})
 
@@ -203,7 +203,7 @@ class Run:
         return chosen
 
     def sibling(self, name: str) -> "Run":
-        """The same command line for another experiment, whose finished nodes are reused."""
+        """A run of another experiment with this command line, to reuse its finished nodes."""
         out = self.out.parents[1] / folder_name(name) / self.preset
         return replace(self, name=name, out=out)
 
@@ -229,7 +229,7 @@ class Run:
         """Parse every stage, so that a wrong flag is refused before anything trains.
 
         Raises:
-            ValueError: naming the flag.
+            ValueError: a flag is wrong; the message names it.
         """
         if self.options.rows and not self.has_rows:
             raise ValueError(
@@ -247,10 +247,11 @@ class Experiment:
     Attributes:
         name: such as "matformer.matvit"; recipes.<name> is its module.
         file: the module's __file__.
-        config: its main file, whose presets it offers.
+        config: name of its main YAML file, whose presets the command line offers.
         description: shown by --help.
-        declare: gives a run its nodes.
-        report: paragraphs of Markdown, from the table alone; may draw plots into run.out.
+        declare: adds the stages and measurements to a run.
+        report: returns the report's Markdown paragraphs, computed from the table alone; may draw
+            plots into run.out.
         options: adds the experiment's own arguments to its command line.
     """
 

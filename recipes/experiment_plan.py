@@ -1,9 +1,10 @@
-"""`--plan` behind an experiment: what its trainings take, each and together, before they run.
+"""`--plan` of an experiment: predicts the time and memory of its trainings before they run.
 
-Stages that differ in what costs nothing (seeds, learning rates) are measured once, by a few steps
-(recipes/plan.py). Where a stage begins with the checkpoint of one that has not run yet, it begins
-here with the one that those few steps have left. What a measurement is to make is not there at all:
-the stage is then measured without it, which is said.
+Stages whose settings differ only in COSTLESS ones (seed, learning rate) form a group, and one stage
+of each group is measured by running a few steps (recipes/plan.py). If that stage starts from the
+checkpoint of a stage that has not run yet, it starts instead from the checkpoint that the measured
+steps of that stage left. If it needs a file that a measurement will write, it is measured without
+that file, and the plan notes it.
 """
 
 import os
@@ -28,21 +29,21 @@ from recipes.records import flattened, read_record
 if TYPE_CHECKING:
     from recipes.experiment import Run
 
-# the ends of settings that change what is learned and not what it takes
+# last parts of the keys of settings that affect the result but neither time nor memory
 COSTLESS = ("seed", "seed_everything", "lr", "head_lr", "weight_decay", "betas", "warmup_steps")
-STAND_IN = "timed.ckpt"  # what recipes/stopwatch.py leaves
+MEASURED_CHECKPOINT = "timed.ckpt"  # left by the measured steps (recipes/stopwatch.py)
 
 
 @dataclass
 class Group:
-    """Stages that take the same.
+    """Stages that take equal time and memory.
 
     Attributes:
-        stages: all of them.
-        folder: of the measured one.
-        plan: of each; None if it could not be measured, or all are finished.
-        reads: what they read, and what of it is missing.
-        unknown: what could not be known, and why.
+        stages: the stages.
+        folder: scratch folder of the stage that is measured.
+        plan: the plan of any one of them; None if all are finished or measuring failed.
+        reads: lines on the data and weights that they read, and on missing ones.
+        unknown: lines on what could not be measured, and why.
     """
 
     stages: list[Stage]
@@ -53,22 +54,22 @@ class Group:
 
     @property
     def title(self) -> str:
-        """Of its row."""
+        """The names of its stages: the only one, or the first and the last."""
         names = list(dict.fromkeys(stage.name for stage in self.stages))
         return names[0] if len(names) == 1 else f"{names[0]}, …, {names[-1]}"
 
     @property
     def left(self) -> list[Stage]:
-        """Those that are not finished."""
+        """The stages that are not finished."""
         return [stage for stage in self.stages if not is_finished(stage)]
 
 
 def show(run: "Run", start: float | None = None) -> None:
-    """Plan all stages of a run, and show it.
+    """Plan all stages of a run, and print the plan.
 
     Args:
-        run: declared and checked.
-        start: seconds from the start of Python to here; this process's by default.
+        run: a run, declared and checked.
+        start: seconds to start Python and import; by default this process's CPU time so far.
     """
     start = time.process_time() if start is None else start
     stages = [node for node in run.chosen() if isinstance(node, Stage)]
@@ -92,21 +93,24 @@ def show(run: "Run", start: float | None = None) -> None:
 
 
 def grouped(stages: Sequence[Stage], scratch: Path) -> list[Group]:
-    """The stages by what they take, in order."""
+    """Group stages of equal cost, in the order of their first stage."""
     groups: dict[str, Group] = {}
-    places: dict[str, int] = {}  # of a stage's group, by the stage's folder
+    group_of: dict[str, int] = {}  # a stage's folder → the number of its group
     for stage in stages:
-        key = cost_of(stage, places)
+        key = cost_of(stage, group_of)
         group = groups.setdefault(key, Group([], scratch / str(len(groups))))
         group.stages.append(stage)
-        places[str(stage.folder)] = list(groups).index(key)
+        group_of[str(stage.folder)] = list(groups).index(key)
     return list(groups.values())
 
 
-def cost_of(stage: Stage, places: Mapping[str, int]) -> str:
-    """What decides how much a stage takes; another stage's file is the number of its group."""
+def cost_of(stage: Stage, group_of: Mapping[str, int]) -> str:
+    """A key of all settings that affect a stage's time or memory, equal for stages of one group.
+
+    Files of other stages enter as the number of their group.
+    """
     upstream = {
-        stand_in(value): f"a file of group {places.get(str(maker.folder))}"
+        stand_in(value): f"a file of group {group_of.get(str(maker.folder))}"
         for value in stage.values().values()
         if (maker := maker_of(value)) is not None
     }
@@ -119,7 +123,7 @@ def cost_of(stage: Stage, places: Mapping[str, int]) -> str:
 
 
 def maker_of(value: Any) -> Node | None:
-    """The node whose file a value is."""
+    """The node that writes the file that a value refers to; None if the value is no such file."""
     if isinstance(value, Artifact):
         return value.node
     return value if isinstance(value, Stage) else None
@@ -131,56 +135,57 @@ def fill(group: Group, groups: Sequence[Group]) -> None:
         return
     stage = group.left[0]
 
-    def known(value: Any) -> Any:
-        """What a value of the settings is, as far as that can be known now."""
+    def resolve(value: Any) -> Any:
+        """A setting's value for the measured steps; None for a file that cannot be had yet."""
         if isinstance(value, Later) and all(is_finished(node) for node in value.nodes):
             return value.read([finished(node) for node in value.nodes])
         maker = maker_of(value)
         if maker is None or is_finished(maker):
             return stand_in(value)
-        left = [one.folder / STAND_IN for one in groups if maker in one.stages]
-        return str(left[0]) if left and left[0].is_file() else None
+        checkpoints = [one.folder / MEASURED_CHECKPOINT for one in groups if maker in one.stages]
+        return str(checkpoints[0]) if checkpoints and checkpoints[0].is_file() else None
 
-    stood_for = {}
+    substitutes = {}  # path of a substitute checkpoint → what it stands for
     for key, value in stage.values().items():
         if (maker := maker_of(value)) is None or is_finished(maker):
             continue
-        if (path := known(value)) is None:
-            group.unknown.append(f"{stage.name}: measured without {key}, which {maker.name} makes")
+        if (path := resolve(value)) is None:
+            reason = f"{maker.name} has not written it yet"
+            group.unknown.append(f"{stage.name}: measured without {key}: {reason}")
         else:
-            stood_for[path] = f"those that {maker.name} will have"
+            substitutes[path] = f"the checkpoint that {maker.name} will write"
     try:
-        arguments = [*stage.arguments(known), f"--seed_everything={stage.seed}"]
+        arguments = [*stage.arguments(resolve), f"--seed_everything={stage.seed}"]
         if stage.run.options.jobs > 1:
             arguments.append("--trainer.enable_progress_bar=false")
         group.reads = files(str(stage.file), stage.run.preset, arguments)
-        for path, name in stood_for.items():
-            group.reads = [line.replace(path, name) for line in group.reads]
+        for path, description in substitutes.items():
+            group.reads = [line.replace(path, description) for line in group.reads]
         if not any(line.startswith("missing") for line in group.reads):
             group.folder.mkdir()
             group.plan = plan(str(stage.file), stage.run.preset, arguments, group.folder)
-    except Exception as error:  # the other groups are still planned
+    except Exception as error:  # the other groups are planned all the same
         if os.environ.get("RECIPES_TRACEBACK"):
             raise
         reason = sentence(error) or f"{type(error).__name__}: {error}"
         group.unknown.append(f"{stage.name}: not measured: {reason}")
-    starts = {before for one in groups for later in one.stages for before in later.waits_for()}
-    if group.folder.is_dir() and starts.isdisjoint(group.stages):
-        shutil.rmtree(group.folder)  # as large as a checkpoint
+    needed = {node for one in groups for later in one.stages for node in later.waits_for()}
+    if group.folder.is_dir() and needed.isdisjoint(group.stages):
+        shutil.rmtree(group.folder)  # no later stage starts from its checkpoint, which may be large
 
 
 def text(group: Group) -> list[str]:
-    """What the stages of a group are, and what they take."""
+    """Lines on a group: how many stages are left, their plan, and what is unknown."""
     done = [stage for stage in group.stages if stage not in group.left]
     took = sum(read_record(stage.folder)["seconds"] for stage in done)
-    said = [f"{len(group.left)} to do" if done else f"{len(group.stages)} to do"]
+    counts = [f"{len(group.left)} to do"]
     if done:
-        said.append(f"{len(done)} finished, which took {took:,.0f} s")
-    return [", ".join(said), *(group.plan.text() if group.plan else []), *group.unknown]
+        counts.append(f"{len(done)} finished, which took {took:,.0f} s")
+    return [", ".join(counts), *(group.plan.text() if group.plan else []), *group.unknown]
 
 
 def summary(run: "Run", groups: Sequence[Group], start: float) -> list[str]:
-    """What is read, what is missing, and how long all of it takes."""
+    """Lines on the run: what it reads, what is missing, total time and disk space."""
     reads = [line for group in groups for line in group.reads]
     stages = [stage for group in groups for stage in group.stages]
     left = [stage for group in groups for stage in group.left]
@@ -190,27 +195,27 @@ def summary(run: "Run", groups: Sequence[Group], start: float) -> list[str]:
     measurements = [
         node for node in run.chosen() if not isinstance(node, Stage) and not is_finished(node)
     ]
-    said = [f"{len(left)} of {len(stages)} trainings are to do: {_hours(seconds)}"]
+    parts = [f"{len(left)} of {len(stages)} trainings are to do: {_hours(seconds)}"]
     if run.options.jobs > 1:
-        said.append(f"or {_hours(seconds / run.options.jobs)} if {run.options.jobs} always run")
+        parts.append(f"or {_hours(seconds / run.options.jobs)} if {run.options.jobs} run at once")
     if took:
-        said.append(f"the finished ones took {_hours(took)}")
+        parts.append(f"the finished ones took {_hours(took)}")
     if unplanned:
-        said.append(f"{len(unplanned)} that could not be measured are not in it")
+        parts.append(f"{len(unplanned)} that could not be measured are not included")
     if measurements:
-        said.append(f"nor are {len(measurements)} measurements of trained models")
-    sizes = [(one.plan.pieces.checkpoint, len(one.left)) for one in groups if one.plan]
+        parts.append(f"{len(measurements)} measurements of trained models are not included")
+    sizes = [(one.plan.profile.checkpoint, len(one.left)) for one in groups if one.plan]
     if sizes:
-        # a stage has its checkpoint twice until it is finished
+        # a running stage keeps two copies of its checkpoint, a finished one a single copy
         room = sum(size * count for size, count in sizes) + max(size for size, _ in sizes)
         free = shutil.disk_usage(existing(run.out)).free
-        said.append(
+        parts.append(
             f"their checkpoints take {room / 2**30:,.1f} GB of {free / 2**30:,.1f} GB that are "
             f"free{', which is too little' * (room > free)}"
         )
     missing = [line for line in dict.fromkeys(reads) if line.startswith("missing")]
-    others = [line for line in dict.fromkeys(reads) if line not in missing]
-    return [*others, *missing, "; ".join(said) + "."]
+    present = [line for line in dict.fromkeys(reads) if line not in missing]
+    return [*present, *missing, "; ".join(parts) + "."]
 
 
 def existing(path: Path) -> Path:

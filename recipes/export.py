@@ -1,17 +1,17 @@
-"""A trained checkpoint as files that other libraries read.
+"""Exports a trained checkpoint to files that other libraries load.
 
-    python -m recipes export RUN/checkpoints/last.ckpt OUT                   timm's or transformers'
+    python -m recipes export RUN/checkpoints/last.ckpt OUT                   timm or transformers
     python -m recipes export … OUT --granularity S           a submodel of a nested model;
                        or --max_params 12M, --max_macs 2G, --max_ms 5
     python -m recipes export … OUT --to peft            a VeRA adapter for PeftModel.from_pretrained
-    python -m recipes export … OUT --to lora            the same as an exact LoRA
+    python -m recipes export … OUT --to lora            the same adapter as an exact LoRA
     python -m recipes export … model.onnx --to onnx     one file for onnxruntime, any batch size
     python -m recipes export … model.pt2 --to pt2       likewise, for torch.export.load
 
 A folder holds safetensors, the library's config.json with class names and preprocessing, and a
-README.md with the lines that load it. Of a nested model the submodel that is asked for is written,
-else the largest; a budget is met by Mix'n'Match (milliseconds are measured here and kept in
-latency.json). Adapters are merged into the weights, unless --to peft or lora.
+README.md with the lines that load it. From a nested model the largest submodel is exported unless
+another is named; for a budget, Mix'n'Match chooses it (milliseconds are measured on this machine
+and kept in latency.json). Adapters are merged into the weights, unless --to peft or lora.
 """
 
 import argparse
@@ -55,27 +55,27 @@ def granularity_of(predictor: Predictor, options: argparse.Namespace, out: Path)
     """The granularity that the options ask for; None for a model that is not nested.
 
     Raises:
-        ValueError: if one is asked of a model that is not nested, or the budget is too small.
+        ValueError: if one is requested but the model is not nested, or the budget is too small.
     """
-    asked = [name for name in ("granularity", *BUDGETS) if getattr(options, name) is not None]
+    given = [name for name in ("granularity", *BUDGETS) if getattr(options, name) is not None]
     model = predictor.module.model
     if not hasattr(model, "nesting"):
-        if asked:
+        if given:
             raise ValueError(
-                f"--{asked[0]}: {options.checkpoint} is no nested model, it has one size"
+                f"--{given[0]}: {options.checkpoint} is no nested model, it has one size"
             )
         return None
-    if len(asked) > 1:
-        raise ValueError(f"--{asked[0]} and --{asked[1]}: give one of them")
-    if not asked:
+    if len(given) > 1:
+        raise ValueError(f"--{given[0]} and --{given[1]}: give one of them")
+    if not given:
         return model.nesting.names[-1]
-    if asked == ["granularity"]:
+    if given == ["granularity"]:
         return options.granularity
-    unit: Any = BUDGETS[asked[0]]
+    unit: Any = BUDGETS[given[0]]
     costs, rest = layer_costs(model, unit, None if unit == "parameters" else example_of(predictor))
     if unit == "ms":
         out.mkdir(parents=True, exist_ok=True)
-        # a larger granularity cannot be faster: where it was measured so, that is noise
+        # a larger granularity cannot be faster: where it was measured as faster, that is noise
         costs = [list(itertools.accumulate(layer, max)) for layer in costs]
         table = {
             "machine": platform.processor() or platform.machine(),
@@ -85,23 +85,23 @@ def granularity_of(predictor: Predictor, options: argparse.Namespace, out: Path)
             "rest": rest,
         }
         (out / "latency.json").write_text(json.dumps(table, indent=1) + "\n")
-    budget, smallest = getattr(options, asked[0]), rest + sum(layer[0] for layer in costs)
+    budget, smallest = getattr(options, given[0]), rest + sum(layer[0] for layer in costs)
     if unit == "macs":
         budget *= 2  # of the batch of two
     if budget < smallest:
         least = smallest / (2 if unit == "macs" else 1)
         raise ValueError(
-            f"--{asked[0]} {getattr(options, asked[0]):,g} is below the smallest submodel's "
+            f"--{given[0]} {getattr(options, given[0]):,g} is below the smallest submodel's "
             f"{least:,.6g} {unit}"
         )
     return mix_and_match(costs, budget - rest)
 
 
 def export(predictor: Predictor, out: Path, to: str | None, granularity: Any = None) -> str:
-    """Write the predictor's model.
+    """Write the predictor's model to `out`.
 
     Returns:
-        a line that says what was written.
+        A line on what was written, for the terminal.
 
     Raises:
         ValueError: if this model cannot be written in the format `to`.
@@ -116,8 +116,8 @@ def export(predictor: Predictor, out: Path, to: str | None, granularity: Any = N
     if to in FILES:
         if predictor.kind != "images":
             raise ValueError(f"--to {to} writes image classifiers; leave it out for texts")
-        alone = extract(model, granularity) if granularity is not None else standalone.plain(model)
-        FILES[to](alone, out, example_of(predictor))
+        plain = extract(model, granularity) if granularity is not None else standalone.plain(model)
+        FILES[to](plain, out, example_of(predictor))
         return f"{out}: its outputs were compared with the model's"
     library = "timm" if predictor.kind == "images" else "transformers"
     if to not in (None, library):
@@ -138,12 +138,12 @@ def _preprocessing(predictor: Predictor) -> dict[str, Any] | None:
     transform = predictor.description["transform"]
     size = transform["image_size"]
     crop = transform["crop_pct"] or 1.0
-    same = {key: transform[key] for key in ("interpolation", "mean", "std")}
-    return {"input_size": (3, size, size), "crop_pct": crop, **same}
+    unchanged = {key: transform[key] for key in ("interpolation", "mean", "std")}
+    return {"input_size": (3, size, size), "crop_pct": crop, **unchanged}
 
 
 def is_export(folder: Path) -> bool:
-    """Whether a folder has been written by an export, so that another may take its place."""
+    """Whether an earlier export wrote this folder, so that it may be overwritten."""
     names = ("config.json", "adapter_config.json", "latency.json")
     return any((folder / name).is_file() for name in names)
 
@@ -156,13 +156,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("checkpoint", metavar="CKPT", help="of a run, such as RUN/checkpoints/last.ckpt")
+    add("checkpoint", metavar="CKPT", help="checkpoint of a run, such as RUN/checkpoints/last.ckpt")
     add("out", metavar="OUT", help="the folder, or the .onnx or .pt2 file")
-    add("--to", choices=KINDS, help="default: the library that the model is of")
-    add("--granularity", metavar="NAME", help="of a nested model, such as S")
-    add("--max_params", type=number, metavar="N", help="of a nested model: 12M")
-    add("--max_macs", type=number, metavar="N", help="multiply-adds of one input: 2G")
-    add("--max_ms", type=number, metavar="T", help="milliseconds of a batch of two, measured here")
+    add("--to", choices=KINDS, help="default: the library that the model comes from")
+    add("--granularity", metavar="NAME", help="submodel of a nested model, such as S")
+    add("--max_params", type=number, metavar="N", help="largest submodel of at most N: 12M")
+    add("--max_macs", type=number, metavar="N", help="likewise, by multiply-adds per input: 2G")
+    add("--max_ms", type=number, metavar="T", help="likewise, by milliseconds of a batch of two")
     options = parser.parse_args(argv)
     out = Path(options.out)
     if options.to in FILES and out.suffix != f".{options.to}":

@@ -1,10 +1,10 @@
-"""The settings that a user typed behind an experiment's command."""
+"""The settings that a user gives as flags of an experiment's command."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 TOP = ("trainer", "model", "data", "checkpoint", "seeding", "optimizer", "lr_scheduler")
-OWNED = {  # settings that an experiment itself gives each stage → what to use instead
+OWNED = {  # settings that the experiment sets for each stage → what the user can do instead
     "seed_everything": "--seeds N runs seeds 0 to N - 1",
     "seeding.seed": "--seeds N runs seeds 0 to N - 1",
     "data.seed": "--seeds N runs seeds 0 to N - 1",
@@ -14,7 +14,8 @@ OWNED = {  # settings that an experiment itself gives each stage → what to use
     "config": "flags change settings, and a preset can be added to the YAML file",
     "c": "flags change settings, and a preset can be added to the YAML file",
 }
-CLASSES = ("model", "data")  # to vary one is to vary the class; a flag may change its settings
+# varying one of these selects a class; flags may still change the settings of that class
+CLASSES = ("model", "data")
 PASSING = (  # where and how a stage runs, which does not change its result
     "trainer.devices", "trainer.num_nodes", "trainer.strategy", "trainer.accelerator",
     "trainer.use_distributed_sampler", "trainer.enable_", "trainer.log_every", "trainer.logger",
@@ -25,40 +26,40 @@ SEVERAL = ("trainer.devices", "trainer.num_nodes", "trainer.strategy")
 
 @dataclass
 class Flags:
-    """A command line's settings.
+    """The flags of a command line that are settings.
 
     Attributes:
-        given: (the file that a flag is limited to or "", key, argument) in their order.
+        given: for each flag, in order: the file that it is limited to or "", key, argument.
     """
 
     given: list[tuple[str, str, str]] = field(default_factory=list)
 
     @classmethod
     def read(cls, arguments: Sequence[str]) -> "Flags":
-        """Of a command line, `--key value` or `--key=value`.
+        """Read the flags of a command line, `--key value` or `--key=value`.
 
         Raises:
-            ValueError: naming an argument that is no flag, or one that the experiment sets itself.
+            ValueError: an argument is no flag, or is a setting that the experiment controls.
         """
         given = []
         for key, value in _pairs(arguments):
             config, _, rest = key.partition(".")
             if config in TOP or not rest:
                 config, rest = "", key
-            if cure := OWNED.get(key_of(rest)):
-                raise ValueError(f"--{key} is set by the experiment: {cure}")
+            if alternative := OWNED.get(key_of(rest)):
+                raise ValueError(f"--{key} is set by the experiment: {alternative}")
             given.append((config, key_of(rest), f"--{rest}={value}"))
         return cls(given)
 
     def of(self, config: str) -> list[str]:
-        """The arguments for the stages of a file."""
+        """The arguments that apply to the stages of a file."""
         return [argument for limit, _, argument in self.given if _fits(limit, config)]
 
     def refuse(self, config: str, varied: Iterable[str], has_rows: bool) -> None:
-        """Refuse a flag that names what an experiment varies.
+        """Refuse a flag for a setting that the experiment varies.
 
         Raises:
-            ValueError: naming it.
+            ValueError: there is such a flag; the message names it.
         """
         for limit, key, argument in self.given:
             if not _fits(limit, config):
@@ -72,10 +73,10 @@ class Flags:
                     raise ValueError(f"this experiment varies {named}; choose {choose}")
 
     def refuse_unknown(self, configs: Collection[str]) -> None:
-        """Refuse a flag that no stage would see.
+        """Refuse a flag that applies to no stage.
 
         Raises:
-            ValueError: naming it.
+            ValueError: there is such a flag; the message names it.
         """
         if self.given and not configs:
             raise ValueError(
@@ -99,33 +100,33 @@ def key_of(key: str) -> str:
 
 
 def passing(key: str) -> bool:
-    """Whether a setting says where and how a stage runs, and leaves its result as it is."""
+    """Whether a setting is in PASSING, so that it does not change a stage's result."""
     return key_of(key).startswith(PASSING)
 
 
 def _fits(limit: str, config: str) -> bool:
-    """`--finetune.model.lr` is for the stages of finetune.yaml and of images_finetune.yaml."""
+    """Whether a limit covers a file: `finetune` covers finetune.yaml and images_finetune.yaml."""
     return not limit or limit == config or config.endswith(f"_{limit}")
 
 
 def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    waiting = None
+    pending_key = None
     for argument in arguments:
         key, equals, value = argument.lstrip("-").partition("=")
-        if waiting is not None and not argument.startswith("--"):
-            yield waiting, argument
-            waiting = None
+        if pending_key is not None and not argument.startswith("--"):
+            yield pending_key, argument
+            pending_key = None
             continue
-        if waiting is not None:
-            raise ValueError(f"--{waiting} has no value")
+        if pending_key is not None:
+            raise ValueError(f"--{pending_key} has no value")
         if not argument.startswith("-"):
             raise ValueError(f"{argument!r} is no flag: expected --key value")
         if equals:
             yield key, value
         else:
-            waiting = key
-    if waiting is not None:
-        raise ValueError(f"--{waiting} has no value")
+            pending_key = key
+    if pending_key is not None:
+        raise ValueError(f"--{pending_key} has no value")
 
 
 def names_in(text: str) -> list[str]:

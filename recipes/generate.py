@@ -1,4 +1,4 @@
-"""Text from a trained language model, with speculative decoding if a draft is named.
+"""Generates text with a trained language model; with speculative decoding if a draft is named.
 
 python -m recipes generate runs/…/last.ckpt --prompt 'def main(' --draft S
 python -m recipes generate FOLDER --prompt 'Once upon a time' --draft OTHER_FOLDER --sample
@@ -22,7 +22,7 @@ from recipes.predict import described
 
 
 def main(argv: Sequence[str] | None = None) -> str:
-    """Write a continuation of a prompt to the standard output, and return it.
+    """Print a continuation of a prompt, and return it.
 
     Raises:
         ValueError: for arguments that do not fit the model.
@@ -36,18 +36,18 @@ def main(argv: Sequence[str] | None = None) -> str:
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
     if not ids.numel():
         raise ValueError("the prompt is empty: give --prompt TEXT, or text on the standard input")
-    place = device()
+    target_device = device()
     draft: Any = None
     if options.draft is not None:
-        named = Path(options.draft).exists()
-        draft = load(options.draft)[0].to(place) if named else granularity(options.draft)
-    smaller = (options.draft, options.draft_layers, options.draft_vocabulary)
-    drafts = any(one is not None for one in smaller)
+        is_path = Path(options.draft).exists()
+        draft = load(options.draft)[0].to(target_device) if is_path else granularity(options.draft)
+    draft_options = (options.draft, options.draft_layers, options.draft_vocabulary)
+    drafts = any(one is not None for one in draft_options)
     record = SpeculationRecord()
     start = time.perf_counter()
-    written = speculative_generate(
-        model.to(place),
-        ids.to(place),
+    new_tokens = speculative_generate(
+        model.to(target_device),
+        ids.to(target_device),
         draft,
         options.tokens,
         draft_length(options.draft_tokens) if drafts else 0,
@@ -59,44 +59,42 @@ def main(argv: Sequence[str] | None = None) -> str:
         eos_token_id=tokenizer.eos_token_id,
         stop_strings=options.stop,
         tokenizer=tokenizer,
-        generator=torch.Generator(place).manual_seed(options.seed),
+        generator=torch.Generator(target_device).manual_seed(options.seed),
         record=record,
     )[0, ids.shape[1] :].tolist()
     seconds = time.perf_counter() - start
-    text = tokenizer.decode(written, skip_special_tokens=True)
+    text = tokenizer.decode(new_tokens, skip_special_tokens=True)
     print(text)
-    summary = f"{len(written)} tokens, {len(written) / seconds:.1f} a second"
+    summary = f"{len(new_tokens)} tokens, {len(new_tokens) / seconds:.1f} a second"
     if drafts:
         summary += (
             f"; {record.acceptance:.0%} of the drafted tokens accepted, "
-            f"{len(written) / max(1, record.rounds):.2f} tokens a pass of the verifier"
+            f"{len(new_tokens) / max(1, record.rounds):.2f} tokens a pass of the verifier"
         )
     print(summary, file=sys.stderr)
     return text
 
 
 def command_line() -> argparse.ArgumentParser:
-    """The verb's arguments."""
+    """The parser of the command's arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m recipes generate",
-        description="Text from a trained language model; --draft makes decoding speculative.",
+        description="Generates text with a language model; --draft makes decoding speculative.",
     )
     add = parser.add_argument
     add("model", metavar="CKPT", help="a checkpoint of MatLM, or a folder of transformers")
-    add("--prompt", metavar="TEXT", help="by default what comes on the standard input")
-    add("--tokens", type=int, default=128, metavar="N", help="at most N new ones; default 128")
-    add("--granularity", metavar="G", help="size that writes: XL (default), L, … or 0,0,1,1")
+    add("--prompt", metavar="TEXT", help="default: the standard input")
+    add("--tokens", type=int, default=128, metavar="N", help="new tokens at most; default 128")
+    add("--granularity", metavar="G", help="size that generates: XL (default), L, … or 0,0,1,1")
     add("--draft", metavar="G", help="draft model: a granularity, a checkpoint or a folder")
-    add("--draft-layers", type=int, metavar="N", help="the draft has the first N layers only")
-    add("--draft-vocabulary", type=int, metavar="N", help="it drafts only the first N token ids")
-    add(
-        "--draft-tokens", default="4", metavar="K", help="drafted at a time, or adaptive; default 4"
-    )
-    add("--compile", action="store_true", help="compile the passes: a minute first, then faster")
+    add("--draft-layers", type=int, metavar="N", help="draft with only the first N layers")
+    add("--draft-vocabulary", type=int, metavar="N", help="draft only token ids below N")
+    add("--draft-tokens", default="4", metavar="K", help="tokens per draft, or adaptive; default 4")
+    add("--compile", action="store_true", help="compile the model: a minute first, then faster")
     add("--sample", action="store_true", help="draw tokens instead of taking the likeliest")
-    add("--temperature", type=float, default=1.0, metavar="T", help="of the samples; default 1")
-    add("--seed", type=int, default=0, help="of the samples; default 0")
-    add("--stop", action="append", default=[], metavar="TEXT", help="ends the text; repeatable")
+    add("--temperature", type=float, default=1.0, metavar="T", help="of sampling; default 1")
+    add("--seed", type=int, default=0, help="of sampling; default 0")
+    add("--stop", action="append", default=[], metavar="TEXT", help="stop at this text; repeatable")
     return parser
 
 
@@ -105,7 +103,7 @@ def load(source: str) -> tuple[Any, Any]:
 
     Raises:
         FileNotFoundError: there is no such file or folder.
-        ValueError: the checkpoint is of another module, or does not say of which.
+        ValueError: the checkpoint is of another module than MatLM, or does not name its module.
     """
     if Path(source).is_dir():
         return build_text(source, "causal", {}, pretrained=True).eval(), load_tokenizer(source)

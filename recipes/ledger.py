@@ -1,4 +1,4 @@
-"""The verdicts on all claims: results/claims.md, and the tables in README.md and the cards.
+"""Judges all claims, and writes results/claims.md and the verdict tables of the README files.
 
 python -m recipes claims
 """
@@ -30,16 +30,16 @@ WORDS = (SUPPORTED, REFUTED, UNDECIDED, NOT_JUDGED)
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a table says about a claim.
+    """The verdict on a claim, judged on the table of one experiment at one preset.
 
     Attributes:
-        claim: judged.
+        claim: the judged claim.
         experiment: such as "vera.glue".
-        preset: on whose table; "" if there is none.
+        preset: the table's preset; "" if there is no table.
         word: supported, refuted, undecided or not judged.
         measured: differences, intervals and n.
         reason: why it is not judged, or how many seeds would decide.
-        source: what made the table: command, device, date, commit.
+        source: the report's line of provenance: command, device, date, commit.
     """
 
     claim: Claim
@@ -52,9 +52,9 @@ class Verdict:
 
     @property
     def command(self) -> str:
-        """The command that made the table, as the report's line of provenance names it."""
-        if made := re.match(r"`[^`]*`", self.source):
-            return made[0]
+        """The command that produced the table, from the line of provenance."""
+        if command := re.match(r"`[^`]*`", self.source):
+            return command[0]
         return f"`python -m recipes.{self.experiment} --preset {self.preset}`"
 
 
@@ -68,7 +68,7 @@ def claims(root: Path = ROOT) -> Iterator[tuple[str, Claim]]:
 
 
 def claims_of(experiment: str) -> Sequence[Claim]:
-    """The claims that an experiment's module lists; none of an experiment outside of recipes/."""
+    """The CLAIMS of an experiment's module; none if the experiment is not in recipes/."""
     name = f"recipes.{experiment}"
     try:
         return getattr(importlib.import_module(name), "CLAIMS", ())
@@ -79,9 +79,9 @@ def claims_of(experiment: str) -> Sequence[Claim]:
 
 
 def verdicts_on(table: pd.DataFrame, experiment: str, preset: str) -> list[str]:
-    """For the report of one run: what its table says about each claim; nothing for a smoke test."""
-    known = () if preset == "tiny" else claims_of(experiment)
-    listed = [claim for claim in known if claim.preset in ("", preset)]
+    """Paragraphs with the verdicts on one run, for its report; none at preset tiny."""
+    all_claims = () if preset == "tiny" else claims_of(experiment)
+    listed = [claim for claim in all_claims if claim.preset in ("", preset)]
     if not listed:
         return []
     verdicts = [Verdict(claim, experiment, preset, *judge(claim, table)) for claim in listed]
@@ -89,7 +89,7 @@ def verdicts_on(table: pd.DataFrame, experiment: str, preset: str) -> list[str]:
 
 
 def judge_all(root: Path = ROOT) -> list[Verdict]:
-    """A verdict for each claim and each preset with a table under results/, tiny left out."""
+    """A verdict for each claim and each preset with a table under results/, except tiny."""
     tables = [
         (part, _source(file.parent))
         for file in sorted((root / "results").rglob("results.csv"))
@@ -118,21 +118,21 @@ def _source(folder: Path) -> str:
 
 
 def overview(verdicts: Sequence[Verdict]) -> str:
-    """For cards and claims.md: the judged claims, then the others with their reasons."""
+    """Tables for recipes/*/README.md and claims.md: judged claims, then the others with reasons."""
     judged = [one for one in verdicts if one.word != NOT_JUDGED]
-    others = [
+    not_judged = [
         [_sentence(one.claim), one.claim.number, one.reason]
         for one in verdicts
         if one.word == NOT_JUDGED
     ]
     return "\n\n".join(
         ([_judged(judged)] if judged else [])
-        + ([_markdown(["not judged", "paper", "why"], others)] if others else [])
+        + ([_markdown(["not judged", "paper", "why"], not_judged)] if not_judged else [])
     )
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
-    """For README.md: the judged claims, and how many verdicts of each kind an experiment has."""
+    """Tables for README.md: judged claims, and the number of verdicts of each kind."""
     rows = []
     for experiment in dict.fromkeys(one.experiment for one in verdicts):
         part = [one for one in verdicts if one.experiment == experiment]
@@ -169,7 +169,7 @@ def _markdown(header: list[str], rows: list[list[str]]) -> str:
 
 
 def ledger(verdicts: Sequence[Verdict]) -> str:
-    """results/claims.md."""
+    """The text of results/claims.md."""
     count = {word: sum(one.word == word for one in verdicts) for word in WORDS}
     text = [
         "# Claims and verdicts",
@@ -188,13 +188,14 @@ MARKED = re.compile(r"(<!-- claims:([\w.]+) -->\n).*?(<!-- /claims -->)", re.DOT
 
 
 def pages(root: Path = ROOT) -> dict[Path, str]:
-    """The texts of results/claims.md, README.md and the cards, with up-to-date verdicts.
+    """The texts of results/claims.md, README.md and recipes/*/README.md with current verdicts.
 
-    A page's tables stand between `<!-- claims:NAME -->` and `<!-- /claims -->`, where NAME is a
-    method's folder or an experiment; "all" gives the judged claims and a count of all verdicts.
+    A page's tables are between `<!-- claims:NAME -->` and `<!-- /claims -->`, where NAME is a
+    method's folder or an experiment; "all" stands for
+    all experiments, and gives the tables of `summary`.
 
     Raises:
-        ValueError: if a page asks for the claims of a name that has none.
+        ValueError: if no claims belong to a NAME in a page.
     """
     verdicts = judge_all(root)
 

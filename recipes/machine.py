@@ -1,44 +1,43 @@
-"""Whether other programs used the machine's processors while something was timed."""
+"""Checks whether other programs used the CPU while something was timed."""
 
 import os
 import time
 
 import psutil
 
-MOST = 0.05  # share of the processors' time that others may take from a time that is reported
+MOST = 0.05  # if other programs use a larger share of the CPU time, a timing is not reported
 
 
 class OthersAtWork:
-    """Counts the processor time of other programs from now on.
+    """Counts the CPU time of other programs from its creation on.
 
-    This process's time is its own, that of the processes that it started, and of theirs. Work on a
-    GPU is not counted.
+    This process and its descendants are not other programs. Work on a GPU is not counted.
     """
 
     def __init__(self) -> None:
         self.start = time.monotonic(), processor_time(), own_time()
 
     def share(self) -> float:
-        """Of all processors' time since the start, the part that other programs took, 0 to 1."""
+        """The share of all cores' time since creation that other programs used, 0 to 1."""
         start, busy, own = self.start
-        others = processor_time() - busy - (own_time() - own)
+        other_time = processor_time() - busy - (own_time() - own)
         passed = (time.monotonic() - start) * (os.cpu_count() or 1)
-        return max(0.0, others) / passed if passed else 0.0
+        return max(0.0, other_time) / passed if passed else 0.0
 
     def absent(self) -> bool:
-        """Whether they took too little to change a time."""
+        """Whether that share is at most MOST, too little to distort a timing."""
         return self.share() <= MOST
 
 
 def processor_time() -> float:
-    """Seconds that all processors together have worked since the machine started."""
+    """Seconds of CPU time used on all cores together since the machine was booted."""
     times = psutil.cpu_times()
     names = ("user", "nice", "system", "irq", "softirq", "steal")  # not all systems have all
     return sum(getattr(times, name, 0.0) for name in names)
 
 
 def own_time() -> float:
-    """Seconds of processor time of this process and of all that descend from it."""
+    """Seconds of CPU time of this process and all its descendants."""
     total, this = 0.0, psutil.Process()
     for process in (this, *this.children(recursive=True)):
         try:

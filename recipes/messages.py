@@ -1,4 +1,4 @@
-"""Errors about an input, in one sentence instead of a traceback or a page of usage."""
+"""Shortens errors about a user's input to one sentence instead of a traceback."""
 
 import os
 import re
@@ -26,7 +26,7 @@ def console(run: Callable[[], Any], resume: str = "the same command continues") 
         run()
     except KeyboardInterrupt:
         sys.exit(f"interrupted: {resume}")
-    except SIGTERMException:  # whose own exit code is 0, as if all were done
+    except SIGTERMException:  # its own exit code is 0, which would mean success
         print(f"ended by SIGTERM: {resume}", file=sys.stderr)
         sys.exit(128 + signal.SIGTERM)
     except Exception as error:
@@ -52,8 +52,8 @@ def sentence(error: BaseException) -> str | None:
 def shortened(message: str) -> str:
     """jsonargparse's message in one line: the setting, its value, what was expected.
 
-    For a union of types jsonargparse says of each member why the value is not one; of these nested
-    reasons only the innermost are kept.
+    For a union of types jsonargparse gives nested reasons why the value fits no member; only the
+    innermost are kept.
     """
     message = message.removeprefix('Parser key "config": ')
     key = _key(message)
@@ -78,16 +78,17 @@ def shortened(message: str) -> str:
 
 
 def refused(message: str) -> str | None:
-    """What a class said of its arguments, if jsonargparse wraps it in its errors of a union.
+    """The error that a class raised about its arguments, extracted from jsonargparse's message.
 
-    The class is one member of "a LightningDataModule or null", whose settings are shown as well.
+    For a type such as "LightningDataModule or None" jsonargparse lists the errors of all members
+    and all settings. None if the message is no such list.
     """
-    found = re.match(r"Does not validate against any.*?\n *- (.*?)\n *- ", message, flags=re.S)
-    return found[1] if found else None
+    match = re.match(r"Does not validate against any.*?\n *- (.*?)\n *- ", message, flags=re.S)
+    return match[1] if match else None
 
 
 def _key(message: str) -> str:
-    """The dotted name that "Parser key" lines of growing indentation spell."""
+    """The dotted key of the wrong setting, from "Parser key" lines of growing indentation."""
     parts: list[str] = []
     depth = -1
     for indent, name in re.findall(r'^([ -]*)Parser key "([^"]+)"', message, flags=re.M):
@@ -98,7 +99,7 @@ def _key(message: str) -> str:
 
 
 def _innermost(message: str) -> str:
-    """What is said after the last key that belongs to the name, up to the end of its union."""
+    """The lines after the last "Parser key" that are indented more than it."""
     lines = message.splitlines()
     places = [i for i, line in enumerate(lines) if "Parser key" in line]
     if not places:
@@ -113,7 +114,7 @@ def _innermost(message: str) -> str:
 
 
 def _name(kind: str) -> str:
-    """A type as its user writes it."""
+    """A type as a user would write it in YAML."""
     if literal := re.match(r"typing\.Literal\[(.*)\]", kind):
         return literal[1].replace("', '", "' or '")
     kind = re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", kind)

@@ -1,4 +1,4 @@
-"""Scores of tuned models, their costs, and the majority class that they have to beat."""
+"""Measurements of tuned classifiers: score, cost, and the majority-class baseline."""
 
 import math
 from collections.abc import Iterator
@@ -15,11 +15,10 @@ from recipes.tables import COLLAPSED
 
 
 def measure_score(m: Measuring) -> Iterator[Row]:
-    """The score of a training, and what it cost; of several trainings the best on validation.
+    """The score and cost of a training; of several trainings, of the best on validation.
 
-    Settings: `row` and `set` in the table; `metric`; `part`: "val" takes the best evaluation of the
-    run, as the papers do, "test" scores the last checkpoint on the test part, which the run has
-    not seen.
+    Settings: `row` and `set` in the table; `metric`; `part`: "val" takes the run's best validation
+    score, as the papers do; "test" scores the last checkpoint on the held-out test split.
     """
     metric, part = m.settings["metric"], m.settings["part"]
     stage = best_of(list(m.stages.values()), f"val/{metric}")
@@ -34,7 +33,7 @@ def measure_score(m: Measuring) -> Iterator[Row]:
         }
     else:
         scores = scores_on_test(stage.module(), data)
-    # the correlation of a constant answer is no number: it is worth as much as the majority class
+    # the correlation of constant predictions is NaN; it counts as 0, as for the majority class
     values = {"score": 0.0 if math.isnan(scores[metric]) else scores[metric]}
     if COLLAPSED in scores:
         values[COLLAPSED] = scores[COLLAPSED]
@@ -44,7 +43,7 @@ def measure_score(m: Measuring) -> Iterator[Row]:
 
 
 def costs(stage: Finished, data: Any) -> dict[str, float]:
-    """Learning rate, trained parameters (beside the heads and in them), time, updates, examples."""
+    """Learning rate, trained parameters (without heads; in heads), seconds, updates, examples."""
     return {
         "lr": at(stage.settings, "model.lr"),
         "tuned": stage.metrics["tuned"],
@@ -56,7 +55,7 @@ def costs(stage: Finished, data: Any) -> dict[str, float]:
 
 
 def scores_on_test(module: Any, data: Any) -> dict[str, float]:
-    """The scores of a module on the test part, by name."""
+    """The scores of a module on the test split, by name."""
     trainer = L.Trainer(
         accelerator="auto",
         devices=1,
@@ -70,9 +69,9 @@ def scores_on_test(module: Any, data: Any) -> dict[str, float]:
 
 
 def measure_majority(m: Measuring) -> Iterator[Row]:
-    """The score of always answering the most frequent class of the training part.
+    """The score of always predicting the most frequent class of the training split.
 
-    A constant correlates with nothing: 0 for regression and for Matthews' correlation.
+    It is 0 for correlations (regression, Matthews), which constant predictions do not have.
     """
     data, metric = m.datamodule("stage"), m.settings["metric"]
     value = 0.0

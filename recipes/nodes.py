@@ -1,4 +1,4 @@
-"""The parts of an experiment: stages, measurements, and the values that they hand to each other."""
+"""The nodes of an experiment: stages, measurements, and the values passed between them."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,13 +23,13 @@ LAST = "checkpoints/last.ckpt"
 
 @dataclass
 class Measuring:
-    """What a measurement's function is given.
+    """The argument of a measurement's function.
 
     Attributes:
-        seed: of the node.
-        settings: of the measurement, with the values of other nodes filled in.
-        stages: the finished nodes, by the names that the declaration gave them.
-        folder: for files of its own.
+        seed: the node's seed.
+        settings: the measurement's settings, with the values of other nodes filled in.
+        stages: the finished nodes that it measures, by their names in `Run.measure`.
+        folder: the node's folder, for files that the function writes.
     """
 
     seed: int
@@ -46,11 +46,11 @@ Measure = Callable[[Measuring], Iterable[Row]]
 
 
 class Node:
-    """A part of an experiment with a folder of its own.
+    """A part of an experiment, stage or measurement, that has its own folder.
 
     Attributes:
-        run: to which it belongs.
-        name: of its folder.
+        run: the run that it belongs to.
+        name: the folder's name.
         seed: 0, 1, …
     """
 
@@ -73,18 +73,18 @@ class Node:
         return Artifact(self, file)
 
     def waits_for(self) -> list["Node"]:
-        """The nodes that have to be finished before."""
+        """The nodes that have to be finished before this one starts."""
         raise NotImplementedError
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of everything that the node is made from."""
+        """Hash of everything that determines the node's result."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A file of a node's folder."""
+    """A file in a node's folder, as a value in settings."""
 
     node: Node
     file: str
@@ -97,10 +97,10 @@ class Artifact:
 
 @dataclass(frozen=True)
 class Later:
-    """A value that exists when other nodes are finished.
+    """A setting's value that is known only when other nodes are finished.
 
     Attributes:
-        nodes: what it is read from.
+        nodes: the nodes that it is read from.
         read: returns the value, from the finished nodes.
         what: describes the value; part of the fingerprint.
         like: a value of the same type, used until then.
@@ -114,14 +114,14 @@ class Later:
 
 @dataclass(eq=False)
 class Stage(Node):
-    """A training. As a value in settings it stands for its last checkpoint.
+    """A training. As a value in another node's settings it means its last checkpoint.
 
     Attributes:
         config: its YAML file without the ending.
-        varied: settings that make it the row that it is; no flag may change them.
+        varied: settings that the experiment compares; no flag may change them.
         settings: settings of the experiment that a flag may change.
-        derived: functions of all other settings, such as a quarter of the epochs; they are given
-            the settings with the user's flags.
+        derived: settings computed by functions of all others, user's flags included, such as a
+            quarter of the epochs.
     """
 
     run: "Run"
@@ -133,7 +133,7 @@ class Stage(Node):
     derived: dict[str, Callable[[jsonargparse.Namespace], Any]]
 
     def values(self) -> dict[str, Any]:
-        """What the experiment sets, values of other nodes included."""
+        """The settings from the experiment; values of other nodes are not resolved yet."""
         return {**self.settings, **self.varied}
 
     def waits_for(self) -> list[Node]:
@@ -142,14 +142,14 @@ class Stage(Node):
 
     @cached_property
     def file(self) -> Path:
-        """Its YAML; during a run, the run's own copy."""
+        """Its YAML file; during a run, the copy in the run's folder."""
         return self.run.folder / f"{self.config}.yaml"
 
     def arguments(self, resolve: Callable[[Any], Any] = lambda value: stand_in(value)) -> list[str]:
         """Its settings as command-line arguments, without file, seed and folder.
 
         Args:
-            resolve: turns a value that another node gives into a plain one.
+            resolve: turns a Stage, Artifact or Later into a plain value.
         """
         flags = self.run.flags.of(self.config)
         settings = {key: resolve(value) for key, value in self.settings.items()}
@@ -158,12 +158,12 @@ class Stage(Node):
         classes = {key: varied.pop(key) for key in CLASSES if key in varied}
         arguments = [*as_flags(classes), *as_flags(settings), *flags, *as_flags(varied)]
         if self.derived:
-            before = self._parsed(arguments)
-            arguments += as_flags({key: rule(before) for key, rule in self.derived.items()})
+            others = self._parsed(arguments)
+            arguments += as_flags({key: rule(others) for key, rule in self.derived.items()})
         return arguments
 
     def parsed(self) -> jsonargparse.Namespace:
-        """All its settings, with stand-ins for the values that other nodes give.
+        """All its settings, with placeholders for values of other nodes (see `stand_in`).
 
         Raises:
             ValueError: if a flag names what is varied, or is no setting of the stage.
@@ -175,8 +175,8 @@ class Stage(Node):
         try:
             return cli.parse(self.file, self.run.preset, arguments)
         except ValueError as error:
-            others = {node.config for node in self.run.nodes.values() if isinstance(node, Stage)}
-            limit = f" (--{self.config}.… limits a flag to this stage)" if len(others) > 1 else ""
+            configs = {node.config for node in self.run.nodes.values() if isinstance(node, Stage)}
+            limit = f" (--{self.config}.… limits a flag to this stage)" if len(configs) > 1 else ""
             raise ValueError(f"{self.config}.yaml: {error}{limit}") from None
 
     @cached_property
@@ -190,9 +190,9 @@ class Measurement(Node):
     """A function of finished nodes.
 
     Attributes:
-        function: top-level, so that another process finds it by its name.
-        nodes: what it is given, by name.
-        settings: plain values, or those of other nodes.
+        function: a top-level function, so that another process finds it by its name.
+        nodes: the nodes that the function measures, by name.
+        settings: settings of the function: plain values, or values of other nodes.
     """
 
     run: "Run"
@@ -208,21 +208,21 @@ class Measurement(Node):
 
     @property
     def function_name(self) -> str:
-        """Module and name."""
+        """The function as "module:name"."""
         return f"{module_name(self.function)}:{self.function.__qualname__}"
 
     @cached_property
     def fingerprint(self) -> str:
         """Hash of the function's name, the settings and the nodes that it is given."""
         plain = {key: stand_in(value) for key, value in self.settings.items()}
-        seen = {name: node.fingerprint for name, node in self.nodes.items()}
-        content = {"function": self.function_name, "settings": plain, "nodes": seen}
+        measured = {name: node.fingerprint for name, node in self.nodes.items()}
+        content = {"function": self.function_name, "settings": plain, "nodes": measured}
         later = {f"settings.{key}": value for key, value in self.settings.items()}
         return fingerprint(content, self.seed, references(later))
 
 
 def module_name(function: Callable) -> str:
-    """The name of a function's module, also where that is run as a script."""
+    """The name of a function's module, even if that module runs as __main__."""
     if function.__module__ != "__main__":
         return function.__module__
     spec = getattr(__import__("__main__"), "__spec__", None)
@@ -230,20 +230,20 @@ def module_name(function: Callable) -> str:
 
 
 def nodes_in(values: Mapping[str, Any]) -> list[Node]:
-    """The nodes behind the values of settings."""
-    found: dict[Node, None] = {}
+    """The nodes that values of settings refer to."""
+    nodes: dict[Node, None] = {}
     for value in values.values():
         if isinstance(value, Node):
-            found[value] = None
+            nodes[value] = None
         elif isinstance(value, Artifact):
-            found[value.node] = None
+            nodes[value.node] = None
         elif isinstance(value, Later):
-            found.update(dict.fromkeys(value.nodes))
-    return list(found)
+            nodes.update(dict.fromkeys(value.nodes))
+    return list(nodes)
 
 
 def is_finished(node: Node) -> bool:
-    """Whether a node is finished, with the settings that it has now."""
+    """Whether a node is finished with its current settings."""
     record = read_record(node.folder)
     if not record.get("finished") or record["fingerprint"] != node.fingerprint:
         return False
@@ -251,7 +251,7 @@ def is_finished(node: Node) -> bool:
 
 
 def finished(node: Node) -> Finished:
-    """What a finished node has left in its folder."""
+    """Access to a finished node's folder."""
     if not isinstance(node, Stage):
         return Finished(node.folder, node.seed)
     arguments = node.arguments(lambda value: resolved(value, finished))
@@ -259,19 +259,19 @@ def finished(node: Node) -> Finished:
 
 
 def device() -> torch.device:
-    """Where measurements compute: a GPU, or the CPU."""
+    """The device that measurements use: the GPU if there is one, or the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def stand_in(value: Any) -> Any:
-    """A plain value for one that another node will give."""
+    """A plain value in place of another node's: a file's path, or `Later.like`."""
     if isinstance(value, Later):
         return value.like
     return str((value / LAST).path) if isinstance(value, Stage) else _plain(value)
 
 
 def resolved(value: Any, finished: Callable[[Node], Finished]) -> Any:
-    """The value that other nodes, now finished, have given."""
+    """The plain value of a Stage, Artifact or Later whose nodes are finished."""
     if isinstance(value, Later):
         return value.read([finished(node) for node in value.nodes])
     return stand_in(value)
@@ -284,19 +284,19 @@ def _plain(value: Any) -> Any:
 
 
 def references(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What a fingerprint has in place of values of other nodes: how those nodes were made.
+    """Fingerprints of the nodes that values refer to; they replace the values in a fingerprint.
 
-    By key of the settings, or by path where the value is another node's file.
+    Keys are settings, or paths if the value is another node's file.
     """
-    found: dict[str, Any] = {}
+    replacements: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Later):
-            found[key_of(key)] = [value.what, *(node.fingerprint for node in value.nodes)]
+            replacements[key_of(key)] = [value.what, *(node.fingerprint for node in value.nodes)]
         elif isinstance(value, Node | Artifact):
             node = value if isinstance(value, Node) else value.node
             file = LAST if isinstance(value, Node) else value.file
-            found[stand_in(value)] = [file, node.fingerprint]
-    return found
+            replacements[stand_in(value)] = [file, node.fingerprint]
+    return replacements
 
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:

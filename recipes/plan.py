@@ -1,12 +1,12 @@
-"""What a stage will take before it runs: steps, size, memory, files that are missing, and hours.
+"""Predicts what a stage takes before it runs: steps, memory, hours; and lists missing files.
 
     python -m recipes plan -c recipes/matformer/matvit.yaml --preset small
     python -m recipes plan -c recipes/vera/text.yaml --data.train reviews.csv
 
 Counts come from the settings and the data; times and memory from a few training and validation
-steps of the very run, on this machine (recipes/stopwatch.py). A batch that would take long is
-measured as a small one, and its time and activations taken as proportional. `--plan` behind an
-experiment plans all its stages so (recipes/experiment_plan.py).
+steps of the stage, on this machine (recipes/stopwatch.py). If a batch would take long, a smaller
+one is measured, and time and activations are scaled in proportion. `--plan` of an experiment plans
+all its stages in this way (recipes/experiment_plan.py).
 """
 
 import argparse
@@ -24,28 +24,28 @@ from datamodules.images import ImageData
 from recipes import cli
 from recipes.agreement import weights_of
 from recipes.records import type_of
-from recipes.stopwatch import Pieces, limited, measure
+from recipes.stopwatch import StageProfile, limited, measure
 from recipes.tables import Table
 
-LONG = 15.0  # seconds of a step beyond which a smaller batch is measured
-SMALL = 8  # examples of that batch, at first
+LONG = 15.0  # seconds of a step above which a smaller batch is measured
+SMALL = 8  # examples of the smaller batch that is tried first
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a stage takes.
+    """The predicted steps, memory and time of a stage.
 
     Attributes:
-        pieces: measured.
-        epochs: at most.
-        updates: of the weights.
-        effective_batch: examples of an update, over all devices.
+        profile: the measurements that it is based on.
+        epochs: number of epochs.
+        updates: number of optimizer steps.
+        effective_batch: examples of an optimizer step, over all devices.
         memory: bytes of weights, gradients, moments and activations, on one device.
-        seconds: predicted, by what takes them.
-        extrapolated: measured on a smaller batch.
+        seconds: predicted seconds of each part of the run.
+        extrapolated: whether a smaller batch was measured.
     """
 
-    pieces: Pieces
+    profile: StageProfile
     epochs: float
     updates: int
     effective_batch: int
@@ -55,47 +55,47 @@ class Plan:
 
     @property
     def total(self) -> float:
-        """Seconds of everything."""
+        """Predicted seconds of the whole run."""
         return sum(self.seconds.values())
 
     def text(self) -> list[str]:
-        """In four lines."""
-        pieces = self.pieces
-        total, trained = pieces.parameters
+        """The plan as four lines of text."""
+        profile = self.profile
+        total, trained = profile.parameters
         which = "all train" if total == trained else f"of which {trained:,} train"
         memory = ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in self.memory.items())
         seconds = {name: value for name, value in self.seconds.items() if value}
         parts = ", ".join(f"{name} {value:,.1f}" for name, value in seconds.items())
-        smaller = f" (measured: {pieces.batch} examples)" if self.extrapolated else ""
+        smaller = f" (measured: {profile.batch} examples)" if self.extrapolated else ""
         return [
             f"{self.updates:,} updates of {self.effective_batch:,} examples, "
-            f"{self.epochs:,.1f} epochs of {pieces.examples:,}",
-            f"{total:,} parameters, {which}; {pieces.macs / 1e6:,.1f} M multiply-adds an example",
+            f"{self.epochs:,.1f} epochs of {profile.examples:,}",
+            f"{total:,} parameters, {which}; {profile.macs / 1e6:,.1f} M multiply-adds an example",
             f"memory {sum(self.memory.values()) / 2**20:,.1f} MB: {memory}{smaller}; "
-            f"a checkpoint {pieces.checkpoint / 2**20:,.1f} MB",
-            f"time {self.total:,.0f} s: {parts}; {1e3 * pieces.step:,.0f} ms a batch{smaller}",
+            f"a checkpoint {profile.checkpoint / 2**20:,.1f} MB",
+            f"time {self.total:,.0f} s: {parts}; {1e3 * profile.step:,.0f} ms a batch{smaller}",
         ]
 
     def table(self) -> Table:
-        """For the terminal."""
-        pieces = self.pieces
+        """The plan as a table for the terminal."""
+        profile = self.profile
         memory = [*self.memory.items(), ("together", sum(self.memory.values()))]
         seconds = [(name, value) for name, value in self.seconds.items() if value]
         rows = [
-            ["examples", f"{pieces.examples:,}"],
+            ["examples", f"{profile.examples:,}"],
             ["epochs", f"{self.epochs:,.2f}".rstrip("0").rstrip(".")],
             ["updates", f"{self.updates:,}"],
             ["examples of an update", f"{self.effective_batch:,}"],
-            ["parameters", f"{pieces.parameters[0]:,}"],
-            ["  of which train", f"{pieces.parameters[1]:,}"],
-            ["multiply-adds of an example", f"{pieces.macs / 1e6:,.1f} M"],
+            ["parameters", f"{profile.parameters[0]:,}"],
+            ["  of which train", f"{profile.parameters[1]:,}"],
+            ["multiply-adds of an example", f"{profile.macs / 1e6:,.1f} M"],
             *([f"memory, {name}", f"{size / 2**20:,.1f} MB"] for name, size in memory),
-            ["a checkpoint", f"{pieces.checkpoint / 2**20:,.1f} MB"],
-            ["a batch", f"{1e3 * pieces.step:,.0f} ms of {pieces.batch} examples"],
+            ["a checkpoint", f"{profile.checkpoint / 2**20:,.1f} MB"],
+            ["a batch", f"{1e3 * profile.step:,.0f} ms of {profile.batch} examples"],
             *([f"time, {name}", f"{value:,.1f} s"] for name, value in seconds),
             ["time on this machine", f"{self.total / 3600:.3g} h ({self.total:,.0f} s)"],
         ]
-        notes = [f"extrapolated from {pieces.batch} examples"] if self.extrapolated else []
+        notes = [f"extrapolated from {profile.batch} examples"] if self.extrapolated else []
         return Table(["", ""], rows, notes)
 
 
@@ -106,14 +106,14 @@ def plan(
     folder: Path | None = None,
     start: float = 0.0,
 ) -> Plan:
-    """Measure a few steps of a stage, and say what all of it takes.
+    """Measure a few steps of a stage, and predict the full run.
 
     Args:
-        path: the stage's YAML.
-        preset: of the file.
-        overrides: further arguments of the stage.
+        path: the stage's YAML file.
+        preset: a preset of the file.
+        overrides: further command-line arguments of the stage.
         folder: receives a checkpoint of the measured run, timed.ckpt.
-        start: seconds that go by before the stage begins.
+        start: seconds before the stage begins (start of Python, imports).
 
     Raises:
         OSError: if data or weights are missing.
@@ -122,52 +122,59 @@ def plan(
     settings = cli.parse(path, preset, overrides)
     size = int(settings.data.init_args.get("batch_size") or 1)
     with tempfile.TemporaryDirectory() as scratch:
-        pieces, longer = _measured(path, preset, overrides, folder or Path(scratch), size)
-    trainer, devices, extrapolated = settings.trainer, device_count(settings.trainer), longer > 1
-    batches = pieces.batches
+        profile, scale = _profile(path, preset, overrides, folder or Path(scratch), size)
+    trainer, devices, extrapolated = settings.trainer, device_count(settings.trainer), scale > 1
+    batches = profile.batches
     if extrapolated or devices > 1:
-        batches = limited(max(1, pieces.examples // (size * devices)), trainer.limit_train_batches)
-    each_epoch = max(1, math.ceil(batches / trainer.accumulate_grad_batches))
+        batches = limited(max(1, profile.examples // (size * devices)), trainer.limit_train_batches)
+    updates_per_epoch = max(1, math.ceil(batches / trainer.accumulate_grad_batches))
     limit = trainer.max_steps if trainer.max_steps > 0 else math.inf
     most_epochs = trainer.max_epochs or (1000 if limit == math.inf else math.inf)
-    updates = int(min(limit, each_epoch * (math.inf if most_epochs == -1 else most_epochs)))
-    epochs = updates / each_epoch
-    evaluations = pieces.evaluations / devices
+    updates = int(min(limit, updates_per_epoch * (math.inf if most_epochs == -1 else most_epochs)))
+    epochs = updates / updates_per_epoch
+    evaluations = profile.evaluations / devices
     validated = validations(trainer, epochs, updates)
-    sane = min(evaluations, sanity(trainer)) if pieces.evaluations else 0
+    sanity_batches = min(evaluations, sanity(trainer)) if profile.evaluations else 0
+    sanity_check = sanity_batches * profile.evaluation
+    sanity_check += profile.validation if sanity_batches else 0.0
     seconds = {
         "start of Python": start,
-        "preparation": pieces.setup + sane * pieces.evaluation + bool(sane) * pieces.validation,
-        "training steps": epochs * batches * pieces.step * longer,
-        "around epochs": epochs * pieces.epoch,
-        "validation": validated * (evaluations * pieces.evaluation + pieces.validation),
-        "checkpoints": saves(settings.checkpoint, trainer, epochs, updates) * pieces.save,
+        "preparation": profile.setup + sanity_check,
+        "training steps": epochs * batches * profile.step * scale,
+        "around epochs": epochs * profile.epoch,
+        "validation": validated * (evaluations * profile.evaluation + profile.validation),
+        "checkpoints": saves(settings.checkpoint, trainer, epochs, updates) * profile.save,
     }
-    activations = {"activations": int(pieces.memory["activations"] * longer)}
+    memory = profile.memory | {"activations": int(profile.memory["activations"] * scale)}
     update = size * devices * trainer.accumulate_grad_batches
-    return Plan(pieces, epochs, updates, update, pieces.memory | activations, seconds, extrapolated)
+    return Plan(profile, epochs, updates, update, memory, seconds, extrapolated)
 
 
-def _measured(
+def _profile(
     path: str, preset: str, overrides: Sequence[str], folder: Path, size: int
-) -> tuple[Pieces, float]:
-    """The pieces of a stage, and how many of the measured batches are one of its own."""
+) -> tuple[StageProfile, float]:
+    """Profile a stage, with a smaller batch if a step takes long.
+
+    Returns:
+        The profile, and the batch size of the settings over the measured one.
+    """
     if size <= 4 * SMALL:
         return measure(path, preset, overrides, folder), 1.0
     first = measure(path, preset, overrides, folder, SMALL)
     if first.step / SMALL * size <= LONG:
-        pieces, batch = measure(path, preset, overrides, folder), size
+        profile, batch = measure(path, preset, overrides, folder), size
     elif first.step < LONG / 4:
         batch = min(size, SMALL * max(1, int(LONG / 4 / first.step)))
-        pieces = measure(path, preset, overrides, folder, batch)
+        profile = measure(path, preset, overrides, folder, batch)
     else:
         return first, size / SMALL
-    pieces.setup = max(pieces.setup, first.setup)  # the second time, libraries are there already
-    return pieces, size / batch
+    # only the first measurement's time includes importing libraries
+    profile.setup = max(profile.setup, first.setup)
+    return profile, size / batch
 
 
 def validations(trainer: Any, epochs: float, updates: int) -> float:
-    """How often the validation set is gone through."""
+    """How many times training runs validation."""
     interval = trainer.val_check_interval
     every = trainer.check_val_every_n_epoch
     if trainer.limit_val_batches == 0:
@@ -178,13 +185,13 @@ def validations(trainer: Any, epochs: float, updates: int) -> float:
 
 
 def sanity(trainer: Any) -> float:
-    """Validation batches before training, at most."""
+    """The most validation batches that Lightning's sanity check runs before training."""
     steps = trainer.num_sanity_val_steps
     return 2 if steps is None else math.inf if steps == -1 else steps
 
 
 def saves(checkpoint: Any, trainer: Any, epochs: float, updates: int) -> float:
-    """How many checkpoints are written, if each is better than those before."""
+    """How many checkpoint files are written, if every one is the best so far."""
     kept, last = checkpoint.save_top_k != 0, bool(checkpoint.save_last)
     every_epochs = checkpoint.every_n_epochs or 1
     at_end, interval = checkpoint.save_on_train_epoch_end, trainer.check_val_every_n_epoch or 1
@@ -192,16 +199,16 @@ def saves(checkpoint: Any, trainer: Any, epochs: float, updates: int) -> float:
     if every := checkpoint.every_n_train_steps:
         times: float = updates // every
     elif checkpoint.save_top_k == 0 and not checkpoint.monitor:
-        times = 0  # Lightning writes last.ckpt beside another, or at the end
+        times = 0  # Lightning writes last.ckpt with another checkpoint, or at the end
     elif interval > 1 and at_end is None and checkpoint.monitor:
         return validated * kept + epochs // every_epochs * last
-    else:  # False: after validation
+    else:  # save_on_train_epoch_end=False saves after validation
         times = validated if at_end is False else epochs // every_epochs
     return max(times * (kept + last), last)
 
 
 def device_count(trainer: Any) -> int:
-    """Devices of all nodes that a stage's settings ask for."""
+    """Number of devices on all nodes that a stage's settings ask for."""
     devices = trainer.devices
     if devices in ("auto", -1, "-1"):
         accelerator = torch.accelerator.is_available() and trainer.accelerator != "cpu"
@@ -215,12 +222,12 @@ def device_count(trainer: Any) -> int:
 
 
 def files(path: str, preset: str, overrides: Sequence[str], verify: bool = False) -> list[str]:
-    """A line for the data and the weights that a stage reads, or why they cannot be read.
+    """Lines on the data and weights that a stage reads; "missing: …" if they cannot be read.
 
     Args:
-        path: the stage's YAML.
-        preset: of the file.
-        overrides: further arguments of the stage.
+        path: the stage's YAML file.
+        preset: a preset of the file.
+        overrides: further command-line arguments of the stage.
         verify: read every image.
     """
     settings = cli.parse(path, preset, overrides)
@@ -238,13 +245,13 @@ def files(path: str, preset: str, overrides: Sequence[str], verify: bool = False
     start = settings.model.init_args.get("init_from")
     if start and not Path(start).exists():
         lines.append(f"missing: model.init_from {start} is not there")
-    elif said := weights_of(settings):
-        lines.append(said)
+    elif weights := weights_of(settings):
+        lines.append(weights)
     return lines
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Show the plan of the stage that a command line names."""
+    """Print the plan of the stage that a command line names."""
     parser = argparse.ArgumentParser(
         prog="python -m recipes plan",
         description=__doc__,
@@ -256,11 +263,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--preset", default=cli.PAPER, metavar="NAME", help="default: paper")
     parser.add_argument("--verify", action="store_true", help="read every image beforehand")
     options, overrides = parser.parse_known_args(argv)
-    cli.parse(options.config, options.preset, overrides)  # imports what the stage names
+    cli.parse(options.config, options.preset, overrides)  # imports the stage's modules
     start = time.process_time()
     lines = files(options.config, options.preset, overrides, options.verify)
     print("\n".join(lines))
     if missing := [line for line in lines if line.startswith("missing")]:
-        raise ValueError(f"{len(missing)} of the things that it reads cannot be had: see above")
-    made = plan(options.config, options.preset, overrides, start=start)
-    made.table().show(f"{options.config}, preset {options.preset}")
+        raise ValueError(f"{len(missing)} inputs of the stage are missing: see above")
+    prediction = plan(options.config, options.preset, overrides, start=start)
+    prediction.table().show(f"{options.config}, preset {options.preset}")

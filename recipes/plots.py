@@ -14,7 +14,7 @@ matplotlib.use("Agg")  # a report must not need a screen
 
 from matplotlib import pyplot as plt
 
-# twenty colours, the ten stronger ones first; a series has one by its place among all titles
+# twenty colours, the ten stronger ones first; a series' position among all titles selects one
 COLORS = [matplotlib.colormaps["tab20"](place) for place in (*range(0, 20, 2), *range(1, 20, 2))]
 
 
@@ -34,22 +34,22 @@ def scatter(
     log: bool = False,
     ylabel: str = "",
 ) -> None:
-    """A metric against what it costs; error bars are the standard deviation over seeds.
+    """Plot a metric against costs; error bars are the standard deviation over seeds.
 
     Args:
         table: the tidy table.
-        path: of the PNG.
-        metric: on the vertical axis.
-        costs: other metrics of the same rows and sets, and their labels; one panel each.
-        series: the column whose values share a colour and an entry of the legend.
-        panel: a column with a panel for each of its values.
-        where: which lines.
-        titles: of the series, in order; others are left out. By default all.
+        path: the PNG file.
+        metric: the metric on the vertical axis.
+        costs: cost metrics of the same rows and sets → axis labels; one panel each.
+        series: column of the table; each of its values is a series with a colour and legend entry.
+        panel: column of the table; each of its values has a panel.
+        where: conditions that select lines of the table.
+        titles: series → title, in order; other series are left out. By default all.
         joined: series whose points, by increasing cost, are joined by a line.
-        baselines: series drawn as a dotted line across, such as what costs nothing.
-        scale: of the metric.
+        baselines: series drawn as a dotted horizontal line, such as a baseline without costs.
+        scale: factor by which the metric is multiplied.
         log: whether costs are on a logarithmic axis.
-        ylabel: of the metric.
+        ylabel: label of the vertical axis; by default the metric.
 
     Raises:
         ValueError: if the table has no such metric.
@@ -86,9 +86,9 @@ def curves(
     xlabel: str = "",
     ylabel: str = "",
 ) -> None:
-    """A metric against `x`; the band is one standard deviation over seeds on each side.
+    """Plot a metric against `x`; the band is one standard deviation over seeds on each side.
 
-    The arguments are those of `scatter`; `baselines` are series of numbers without x.
+    The arguments are those of `scatter`; `baselines` are series whose numbers have no x.
     """
     lines = select(table, where or {})
     with _figure(lines, metric, {"": xlabel}, panel, path, ylabel, log) as panels:
@@ -128,7 +128,7 @@ def _figure(
     ylabel: str,
     log: bool,
 ) -> Iterator[list[tuple[Any, str, pd.DataFrame]]]:
-    """Its panels: axis, what is on the horizontal axis, and lines; written when they are drawn."""
+    """Yield a figure's panels as (axis, cost metric, lines of the table); then save the figure."""
     shown = select(lines, {"metric": metric})
     if shown.empty:
         metrics = sorted(set(lines["metric"]))

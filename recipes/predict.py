@@ -1,4 +1,4 @@
-"""Predictions of a trained checkpoint for new pictures or texts.
+"""Predicts with a trained checkpoint for new pictures or texts.
 
     python -m recipes predict --ckpt_path RUN/checkpoints/last.ckpt ~/new_pictures
     python -m recipes predict --ckpt_path RUN/checkpoints/last.ckpt reviews.csv --text review
@@ -55,7 +55,7 @@ class Prediction:
 
     Attributes:
         label: the most likely class, the number of a regressor, or the text of a language model.
-        probability: of that class; None for numbers and texts.
+        probability: probability of the class; None for numbers and texts.
         top: the most likely classes with their probabilities, in order.
     """
 
@@ -68,19 +68,20 @@ class Predictor:
     """A checkpoint, loaded and ready to predict.
 
     Args:
-        checkpoint: of a run on images, sentences or prompts.
-        granularity: of a nested model, a name or one index for each layer; the largest when None.
-        max_params: instead of it, the Mix'n'Match submodel of at most so many parameters.
+        checkpoint: checkpoint of a run on images, sentences or prompts.
+        granularity: submodel of a nested model: a name, or an index for each layer; None: largest.
+        max_params: in place of `granularity`, the Mix'n'Match submodel with at most so many
+            parameters.
         adapter: a folder of `save_adapter`, whose vectors and heads replace the checkpoint's.
-        batch_size: inputs at once.
-        top_k: classes in `Prediction.top`.
-        max_new_tokens: of a language model's text.
-        device: such as "cuda"; the first accelerator, or the CPU, when None.
+        batch_size: inputs per batch.
+        top_k: number of classes in `Prediction.top`.
+        max_new_tokens: most tokens that a language model generates.
+        device: such as "cuda"; if None, the first accelerator, or the CPU.
 
     Raises:
         FileNotFoundError: if there is no such checkpoint.
-        ValueError: if it does not say what it was trained on, or a size is asked of a model that
-            is not nested.
+        ValueError: if it has no description of its data, or a size is given but the model is not
+            nested.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class Predictor:
         examples = [Example(one) if isinstance(one, str) else Example(*one) for one in sentences]
         texts = SentenceSet(examples, self.tokenizer, **settings)
         batch = texts.collate([texts[place] for place in range(len(texts))])
-        answers = self.module.predict_step(self._moved(batch), 0)
+        answers = self.module.predict_step(self._to_device(batch), 0)
         if self.description["regression"]:
             return [Prediction(f"{number:.6g}") for number in answers.flatten().tolist()]
         return self._classes(answers)
@@ -157,12 +158,12 @@ class Predictor:
         room = self.description["max_length"] - len(before) - len(behind)
         ids = [[*before, *one[:room], *behind] for one in encode(texts, self.tokenizer)]
         samples = [{"input_ids": one, "attention_mask": [1] * len(one)} for one in ids]
-        batch = self._moved(pad(samples, filling(self.tokenizer), left=True))
+        batch = self._to_device(pad(samples, filling(self.tokenizer), left=True))
         model, length = self.module.model, self.max_new_tokens
         written = generate(model, batch, self.tokenizer, beams=1, max_new_tokens=length)
         return [Prediction(text) for text in written]
 
-    def _moved(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
 
     def _classes(self, logits: Tensor) -> list[Prediction]:
@@ -215,8 +216,8 @@ def described(checkpoint: str | Path) -> tuple[dict[str, Any], type[L.LightningM
             return state["description"], module
     raise ValueError(
         f"{checkpoint} does not say what it was trained on: expected a checkpoint of a classifier "
-        "or a language model, written by this version; an older one says it once it is trained "
-        "for another step (fit --ckpt_path, with trainer.max_steps one higher)"
+        "or a language model, written by this version; to convert an older one, train it for one "
+        "more step (fit --ckpt_path, with trainer.max_steps one higher)"
     )
 
 
@@ -228,7 +229,7 @@ def read_inputs(
     Raises:
         FileNotFoundError: if a path is not there.
         ValueError: if there is nothing to read, a table has no such column, or the checkpoint was
-            trained on pictures with texts, which recipes.albef.use predicts.
+            trained on pictures with texts (for which there is recipes.albef.use).
     """
     if description["kind"] == "pictures and texts":
         raise ValueError(
@@ -329,10 +330,10 @@ def abridged(name: str, path: bool) -> str:
 
 
 def folder_for(name: str | Path) -> Path:
-    """A folder that may be written into.
+    """Check that a name is a folder or free, so that it can be written to as a folder.
 
     Raises:
-        ValueError: if a file is in its place.
+        ValueError: if a file has this name.
     """
     if Path(name).exists() and not Path(name).is_dir():
         raise ValueError(f"{name} is a file: expected a folder, or a name that is not taken")
@@ -340,10 +341,10 @@ def folder_for(name: str | Path) -> Path:
 
 
 def number(text: str) -> float:
-    """12M, 1.5G or 12000000.
+    """Parse a number such as 12M, 1.5G or 12000000.
 
     Raises:
-        argparse.ArgumentTypeError: if it is none.
+        argparse.ArgumentTypeError: if the text is no positive number.
     """
     unit = UNITS.get(text[-1:].upper(), 1)
     try:
@@ -364,16 +365,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("paths", nargs="+", metavar="PATH", help="pictures, folders, tables, or - for stdin")
-    add("--ckpt_path", required=True, metavar="CKPT", help="the checkpoint")
+    add("--ckpt_path", required=True, metavar="CKPT", help="the checkpoint to predict with")
     add("--out", default=".", metavar="DIR", help="where predictions.csv goes; default: here")
     add("--top_k", type=int, default=5, metavar="K", help="classes to list; default 5")
     add("--batch_size", type=int, default=32, metavar="N", help="inputs at once; default 32")
-    add("--text", metavar="COLUMN", help="of a table; default: that of the training")
-    add("--pair", metavar="COLUMN", help="the second sentence's")
-    add("--granularity", metavar="NAME", help="of a nested model, such as S; default the largest")
-    add("--max_params", type=number, metavar="N", help="of a nested model: 12M")
+    add("--text", metavar="COLUMN", help="text column of a table; default: as in training")
+    add("--pair", metavar="COLUMN", help="column of the second sentence of a pair")
+    add("--granularity", metavar="NAME", help="submodel of a nested model; default the largest")
+    add("--max_params", type=number, metavar="N", help="largest submodel of at most N: 12M")
     add("--adapter", metavar="DIR", help="a VeRA adapter of the same base model")
-    add("--max_new_tokens", type=int, default=64, metavar="N", help="of a text; default 64")
+    add("--max_new_tokens", type=int, default=64, metavar="N", help="new tokens; default 64")
     add("--device", help="such as cuda; default: an accelerator if there is one")
     options = parser.parse_args(argv)
     for name in ("top_k", "batch_size", "max_new_tokens"):

@@ -1,4 +1,4 @@
-"""The terminal's view of a running experiment."""
+"""Progress display of a running experiment in the terminal."""
 
 from rich.console import Console
 from rich.progress import (
@@ -10,14 +10,14 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from recipes.executors import ShowProgress
+from recipes.executors import ProgressCallback
 from recipes.nodes import Node
 
 console = Console()
 
 
 class View:
-    """One live view of nodes that run side by side; without `live`, one line for each node."""
+    """Progress bars of the nodes that run in parallel; with live=False only a line per node."""
 
     def __init__(self, total: int, live: bool):
         self.total, self.live = total, live
@@ -25,7 +25,7 @@ class View:
             TextColumn("{task.description}"),
             BarColumn(20),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[progress]}"),
+            TextColumn("{task.fields[status]}"),
             TimeElapsedColumn(),
             console=console,
             disable=not live,
@@ -34,29 +34,29 @@ class View:
 
     def __enter__(self) -> "View":
         self.progress.start()
-        self.all = self.progress.add_task("all parts", total=self.total, progress="")
+        self.all = self.progress.add_task("all parts", total=self.total, status="")
         return self
 
     def __exit__(self, *error: object) -> None:
         self.progress.stop()
 
     def print(self, text: str) -> None:
-        """A line above the view."""
+        """Print a line above the progress bars."""
         self.progress.console.print(text)
 
     def start(self, node: Node) -> None:
-        """A node begins."""
+        """Print the node's title and add its progress bar."""
         self.print(f"[bold]{node.title}")
         self.tasks[node] = self.progress.add_task(
-            f"seed {node.seed}: {node.name}", total=None, progress=""
+            f"seed {node.seed}: {node.name}", total=None, status=""
         )
 
-    def progress_of(self, node: Node) -> ShowProgress:
-        """A function that shows a node's progress."""
-        return lambda words: self.progress.update(self.tasks[node], progress=words)
+    def progress_callback(self, node: Node) -> ProgressCallback:
+        """A function that shows a text on a node's progress."""
+        return lambda text: self.progress.update(self.tasks[node], status=text)
 
     def end(self, node: Node) -> None:
-        """A node has ended."""
+        """Remove the progress bar of a node that has ended."""
         self.progress.remove_task(self.tasks.pop(node))
 
     def advance(self, count: int = 1) -> None:

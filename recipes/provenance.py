@@ -22,7 +22,7 @@ SMOKE_TEST = (
 
 
 def origin() -> dict[str, str]:
-    """Where and with what this process computes now."""
+    """Device, torch version, date and git commit of this process."""
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
         "torch": torch.__version__,
@@ -34,13 +34,14 @@ def origin() -> dict[str, str]:
 def provenance(run: "Run", table: pd.DataFrame) -> str:
     """The line of a report that says what its numbers come from.
 
-    Device, version, date and commit are those of the trainings and measurements, which can have
-    been made at different times. Preset tiny adds that it is a smoke test.
+    Device, version, date and commit are those of the trainings and measurements, which may have run
+    at different times. At preset tiny, a line on top calls it a smoke test.
     """
-    made = [one for node in run.nodes.values() for one in read_record(node.folder).get("made", [])]
-    made = made or [origin()]  # runs of before recorded none
+    records = [read_record(node.folder) for node in run.nodes.values()]
+    origins = [one for record in records for one in record.get("made", [])]
+    origins = origins or [origin()]  # older versions did not record it
     device, software, date, commit = (
-        ", ".join(sorted({one[key] for one in made}))
+        ", ".join(sorted({one[key] for one in origins}))
         for key in ("device", "torch", "date", "commit")
     )
     seeds = table["seed"].nunique()

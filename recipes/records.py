@@ -1,4 +1,4 @@
-"""What a finished node has left in its folder, and the record of what it was made from."""
+"""Access to a finished node's folder, and the record of the settings that produced it."""
 
 import csv
 import hashlib
@@ -29,10 +29,10 @@ class Finished:
 
     Attributes:
         folder: where its checkpoints, its logs and its files are.
-        seed: of the node.
-        file: of a stage, its YAML.
-        preset: of a stage.
-        arguments: of a stage, its settings as command-line arguments.
+        seed: the node's seed.
+        file: YAML file of a stage.
+        preset: preset of a stage.
+        arguments: settings of a stage, as command-line arguments.
     """
 
     folder: Path
@@ -72,7 +72,7 @@ class Finished:
 
     @property
     def seconds(self) -> float | None:
-        """How long it took, over all processes that worked on it: a resumed stage has several.
+        """How long the node took, summed over all processes of a resumed run.
 
         None if other programs used the machine meanwhile, another stage of the experiment included.
         """
@@ -102,27 +102,29 @@ class Finished:
 
 
 def fingerprint(content: Mapping[str, Any], seed: int, references: Mapping[str, Any]) -> str:
-    """Hash of what a node is made from; files that settings name enter with size and date.
+    """Hash of what determines a node; a file that a setting names counts by size and date.
 
     Args:
         content: settings; those in flags.PASSING do not count.
-        seed: of the node.
-        references: how other nodes' values were made, by key or by path.
+        seed: the node's seed.
+        references: replacements of values of other nodes, by key or by path; see
+            `nodes.references`.
     """
     flat = flattened(content)
-    made = {key: _made(key, value, references) for key, value in flat.items() if not passing(key)}
+    hashed = {key: _hashed(key, flat[key], references) for key in flat if not passing(key)}
     return hashlib.sha256(
-        json.dumps([made, seed], sort_keys=True, default=str).encode()
+        json.dumps([hashed, seed], sort_keys=True, default=str).encode()
     ).hexdigest()
 
 
-def _made(key: str, value: Any, references: Mapping[str, Any]) -> Any:
-    if (known := references.get(key)) is not None:
-        return known
+def _hashed(key: str, value: Any, references: Mapping[str, Any]) -> Any:
+    """What a fingerprint hashes for a setting: its replacement, its file's state, or its value."""
+    if (replacement := references.get(key)) is not None:
+        return replacement
     if not isinstance(value, str):
         return value
-    if (known := references.get(value)) is not None:
-        return known
+    if (replacement := references.get(value)) is not None:
+        return replacement
     for file in (Path(value), Path(value, "model.safetensors")) if value else ():
         if len(value) < 1024 and os.path.isfile(file):
             stat = file.stat()
@@ -157,13 +159,13 @@ def type_of(settings: Any) -> Any:
 
 
 def best(values: Sequence[float], mode: str = "max") -> float:
-    """The best of a metric's values; NaN, as of a collapsed run, is the worst."""
+    """The best of a metric's values; NaN (from a collapsed run) counts as the worst."""
     sign = 1 if mode == "max" else -1
     return sign * max(sign * one if math.isfinite(one) else -math.inf for one in values)
 
 
 def best_of(trials: Sequence[Finished], metric: str, mode: str = "max") -> Finished:
-    """The training with the best value of a metric in its log; of equals the first."""
+    """The training with the best value of a metric in its log; the first if several are equal."""
     if len(trials) == 1:
         return trials[0]
     pick = max if mode == "max" else min
@@ -177,12 +179,12 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
-    """Write what a node was made from, and how far it has come."""
+    """Write a node's record: fingerprint, whether it is finished, seconds, origins."""
     write_whole(folder / RECORD, json.dumps(record, indent=1) + "\n")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that others see the old one or the new one, never half of it."""
+    """Write a file atomically: others read the old or the new text, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.{os.getpid()}")
     new.write_text(text, encoding="utf-8")
@@ -190,7 +192,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def read_history(folder: Path) -> dict[str, list[float]]:
-    """Every metric's values in order, from the metrics.csv of each process that trained a stage."""
+    """Every metric's values in order, over the metrics.csv of each process of a resumed stage."""
     history: dict[str, list[float]] = {}
     for file in sorted(folder.glob("log*/metrics.csv"), key=lambda file: int(file.parent.name[3:])):
         with file.open(newline="") as rows:

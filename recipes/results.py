@@ -1,9 +1,9 @@
 """The tidy table that every experiment writes, and the comparisons made from it.
 
-One line a number, in results.csv with the columns `experiment, preset, seed, set, row, metric, x,
+results.csv has one number per line and the columns `experiment, preset, seed, set, row, metric, x,
 value, stage`: `set` is the data it was measured on, `row` what is compared (a method, a size),
-`x` the place on a curve (steps, a ratio; else empty), `stage` the node that measured it. A report
-is a function of that table, so that it can be written again without training:
+`x` the position on a curve (steps, a ratio; else empty), `stage` the node that measured it. A
+report is a function of that table, so that it can be written again without training:
 
     table = read("runs/vera-glue/small")
     rows = {"head": "head only", "vera": "VeRA", "lora": "LoRA"}
@@ -19,8 +19,8 @@ is a function of that table, so that it can be written again without training:
     write_report(out, ["# GLUE", provenance(run, table), glue.markdown(), "![](glue.png)"])
     paired(table, "score", "lora", mean_over="set")  # a DataFrame: row, mean, low, high, sd, n
 
-The difference between two rows is taken seed by seed and comes with the 95 % interval of Student's
-t, since seeds are few and what they share (data, first weights) cancels.
+The difference between two rows is paired by seed, since runs with the same seed share data and
+initial weights, and has the 95 % interval of Student's t distribution, since seeds are few.
 """
 
 import math
@@ -70,7 +70,7 @@ def read(path: str | Path) -> pd.DataFrame:
 
     Raises:
         FileNotFoundError: if there is none.
-        ValueError: if its columns are others.
+        ValueError: if it has other columns.
     """
     path = Path(path)
     file = path / "results.csv" if path.is_dir() else path
@@ -83,18 +83,18 @@ def read(path: str | Path) -> pd.DataFrame:
 
 
 def write(path: str | Path, table: pd.DataFrame) -> None:
-    """Write results.csv in one move, so that a killed run leaves the old or the new one.
+    """Write results.csv atomically, so that a killed run leaves the old or the new file.
 
-    Seeds stand in order, and within a seed the lines as they came.
+    Lines are sorted by seed; within a seed they keep their order.
 
     Raises:
-        ValueError: if two lines say what one number is.
+        ValueError: if two lines have the same KEY.
     """
     path = Path(path)
     table = _typed(table)
-    twice = table[table.duplicated(KEY)]
-    if len(twice):
-        line = dict(twice.iloc[0][KEY])
+    duplicates = table[table.duplicated(KEY)]
+    if len(duplicates):
+        line = dict(duplicates.iloc[0][KEY])
         raise ValueError(f"two lines of the table hold the same number: {line}; expected one")
     table = table.sort_values(["experiment", "preset", "seed"], kind="stable")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ def write(path: str | Path, table: pd.DataFrame) -> None:
 
 
 def _typed(table: pd.DataFrame) -> pd.DataFrame:
-    """The table with integers as seeds, floats as numbers and "" for a text that is missing."""
+    """The table with integer seeds, float x and value, and "" for missing text."""
     typed = table[COLUMNS].reset_index(drop=True)
     for name in ("x", "value"):
         typed[name] = [math.nan if value in ("", None) else float(value) for value in typed[name]]
@@ -115,7 +115,7 @@ def _typed(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def select(table: pd.DataFrame, where: Where) -> pd.DataFrame:
-    """The lines with these values; `x` None means lines that are no point of a curve."""
+    """The lines with these values; None selects empty ones: with {"x": None}, no curve points."""
     for name, wanted in where.items():
         if name not in COLUMNS:
             raise ValueError(f"the table has no column {name!r}: expected one of {COLUMNS}")
@@ -130,15 +130,15 @@ def select(table: pd.DataFrame, where: Where) -> pd.DataFrame:
 def by_seed(
     table: pd.DataFrame, metric: str, where: Where | None = None, mean_over: str = ""
 ) -> pd.Series:
-    """One metric's value of each seed.
+    """One metric's values, indexed by seed.
 
     Args:
         table: the tidy table.
         metric: its name there.
         where: further conditions, such as {"row": "vera", "set": "RTE"}. Points of a curve are
             left out unless it names `x`.
-        mean_over: a column, usually "set", over whose values each seed's mean is taken. A seed that
-            lacks a value which any row has is left out: means over unequal tasks do not compare.
+        mean_over: a column, usually "set"; each seed's values are averaged over it. A seed that
+            lacks a set which any row has is left out, since its mean would not be comparable.
 
     Raises:
         ValueError: if a seed has several values that `mean_over` does not average.
@@ -155,10 +155,10 @@ def by_seed(
         )
     if not mean_over:
         return lines.set_index("seed")["value"].sort_index()
-    others = {name: value for name, value in conditions.items() if name != "row"}
-    everything = select(table, others)[mean_over].unique()
+    of_any_row = {name: value for name, value in conditions.items() if name != "row"}
+    all_values = select(table, of_any_row)[mean_over].unique()
     grid = lines.pivot(index="seed", columns=mean_over, values="value")
-    return grid.reindex(columns=everything).dropna().mean(axis=1)
+    return grid.reindex(columns=all_values).dropna().mean(axis=1)
 
 
 @dataclass(frozen=True)
@@ -184,12 +184,12 @@ class Difference:
 def difference(
     values: pd.Series, reference: pd.Series | float, confidence: float = 0.95
 ) -> Difference:
-    """Values less the reference's, by seed: mean ± t · sd / √n with n − 1 degrees of freedom.
+    """Values minus reference, paired by seed: mean ± t · sd / √n, n − 1 degrees of freedom.
 
     Args:
-        values: by seed, as `by_seed` gives them.
+        values: values indexed by seed, as from `by_seed`.
         reference: likewise, or a number. Seeds that only one of the two has are left out.
-        confidence: of the interval.
+        confidence: confidence level of the interval.
     """
     paired_values = (values - reference).dropna()
     n = len(paired_values)
@@ -215,14 +215,14 @@ def paired(
 
     Args:
         table: the tidy table.
-        metric: compared.
+        metric: the compared metric.
         reference: value of `index` that the others are compared with.
         where: see `by_seed`.
         mean_over: see `by_seed`.
         index: the column whose values are compared.
 
     Returns:
-        a line for each value but the reference: index, mean, low, high, sd, n.
+        A line for each value of `index` but the reference: index, mean, low, high, sd, n.
 
     Raises:
         ValueError: if the reference has no such metric.
@@ -242,7 +242,7 @@ def paired(
 
 
 def unique(table: pd.DataFrame, column: str) -> Iterable[Any]:
-    """A column's values in the order of their first line; numbers by size."""
+    """A column's distinct values in order of appearance; `x` and `seed` sorted."""
     values = table[column].unique()
     return sorted(values) if column in ("x", "seed") else list(values)
 

