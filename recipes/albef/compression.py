@@ -2,20 +2,20 @@
 
 The dense ALBEF is pre-trained. Its low-rank approximations are repaired against it with L_fd and
 L_rwp (PELA), with TinyBERT's distillation, with the base loss alone, or not at all. Each is then
-fine-tuned on retrieval, SNLI-VE, VQA and grounding, beside the dense model and LoRA. The report has
-tables, pictures found for sentences, and heat maps.
+fine-tuned on retrieval, SNLI-VE, VQA and grounding, as are the dense model and LoRA. The report has
+tables of scores, the pictures retrieved for some sentences, and heat maps.
 
     python -m recipes.albef.compression                              shapes, two minutes on a CPU
     make weights && python -m recipes.albef.compression --preset small --seeds 3    Flickr8k
     python -m recipes.albef.compression --preset paper --data.root /data
 
-The released ALBEF takes the place of pre-training by one step at learning rate 0, which changes
-nothing in its weights:
+To use the released ALBEF instead of pre-training, load it and make one step at learning rate 0,
+which leaves its weights unchanged:
 
     python -m recipes.albef.compression --preset paper --data.root /data \\
         --pretrain.model.init_from ALBEF.pth --pretrain.model.lr 0 --pretrain.trainer.max_steps 1
 
-recipes/albef/use.py uses the models on your own pictures: it searches them, or answers questions.
+recipes/albef/use.py applies the trained models to your own pictures.
 """
 
 from typing import Any
@@ -53,7 +53,7 @@ TERMS = ("base", "distillation", "perturbation")
 
 
 def declare(run: Run) -> None:
-    """Pre-train, then declare every row at every ratio."""
+    """Declare the pre-training, and every row at each of its ratios."""
     grid = run.grid("compression_grid")
     rows = run.rows(TITLES, grid["rows"])
     tuning = Tuning(run, grid["trials"])
@@ -62,8 +62,9 @@ def declare(run: Run) -> None:
         if grid["frozen_first"] or "frozen" in rows:
             frozen = contrast_on_frozen_encoders(run, grid, seed)
             if "frozen" in rows:
-                what = {"row": "frozen", "set": "retrieval"}
-                run.measure("score_retrieval_frozen", seed, measures.score, {"model": frozen}, what)
+                scoring = {"row": "frozen", "set": "retrieval"}
+                name = "score_retrieval_frozen"
+                run.measure(name, seed, measures.score, {"model": frozen}, scoring)
             if grid["frozen_first"]:
                 start = {"model.init_from": frozen}
         dense = run.stage("pretrain", "pretrain", seed, start)
@@ -73,9 +74,10 @@ def declare(run: Run) -> None:
 
 
 class Tuning:
-    """The settings that are best in a row's trials, on the validation part.
+    """Chooses the settings of rows by trials, scored on the validation part.
 
-    Trials are declared when a row first asks for them: with seed 0, at the row's first ratio.
+    The trials of a row are declared once, at the first call of `of`, with seed 0 and the row's
+    first ratio. All its seeds and ratios use their result.
     """
 
     def __init__(self, run: Run, trials: dict[str, Any]) -> None:
@@ -83,7 +85,13 @@ class Tuning:
         self.best: dict[tuple[str, str], dict[str, Any]] = {}
 
     def of(self, config: str, row: str, varied: dict[str, Any]) -> dict[str, Any]:
-        """Settings for a row's stage of a file; none where the preset has no trials of it."""
+        """The best trial's settings for a row's stage; {} where the preset has no trials of it.
+
+        Args:
+            config: the stage's YAML file.
+            row: one of TITLES.
+            varied: settings in which the row's stage differs from the file, for the trials.
+        """
         candidates = self.trials.get(config, {}).get(row, [])
         if candidates and (config, row) not in self.best:
             shared = self.trials["settings"]
@@ -94,7 +102,7 @@ class Tuning:
 
 
 def contrast_on_frozen_encoders(run: Run, grid: dict[str, Any], seed: int) -> Stage:
-    """Declare training of the contrastive heads on the encoders that pre-training starts from."""
+    """Declare a training of the contrastive heads alone, on the pre-trained encoders."""
     weights = run.parsed("pretrain").model.init_args
     sources = {"model.vision_from": weights.vision_from, "model.text_from": weights.text_from}
     varied = {"model.tuning": "head", "model.k": 0, **sources}
@@ -102,7 +110,7 @@ def contrast_on_frozen_encoders(run: Run, grid: dict[str, Any], seed: int) -> St
 
 
 def ratios_of(grid: dict[str, Any], row: str) -> list[float | None]:
-    """The compression ratios at which a row is run; None for what is not compressed."""
+    """The ratios κ at which a row is run; [None] for rows that are not compressed."""
     if row in ("dense", "frozen", "lora"):
         return [None]
     return [float(ratio) for ratio, rows in grid["ratios"].items() if row in rows]
@@ -123,7 +131,7 @@ def fine_tuned(
     changes: dict[str, Any] = {}
     settings: dict[str, Any] = {}
     varied: dict[str, Any]
-    what: dict[str, Any]
+    scoring: dict[str, Any]
     if row in REPAIRED:
         varied = {"model.init_from": dense, "model.ratio": ratio, **REPAIRED[row]}
         best = tuning.of("repair", row, varied)
@@ -133,14 +141,14 @@ def fine_tuned(
     elif row == "lora":
         changes, settings = {"model.tuning": "lora"}, grid["lora"]
     if row != "lora":
-        what = {"row": label, "set": ZERO_SHOT, "ratio": changes.get("model.ratio")}
-        run.measure(f"score_{label}", seed, measures.score, {"model": start}, what)
+        scoring = {"row": label, "set": ZERO_SHOT, "ratio": changes.get("model.ratio")}
+        run.measure(f"score_{label}", seed, measures.score, {"model": start}, scoring)
     for task in (name for name, rows in grid["tasks"].items() if row in rows):
         varied = {"model.init_from": start, **changes}
         best = {**settings, **tuning.of(task, row, varied)}
         stage = run.stage(f"{task}_{label}", task, seed, varied, best)
-        what = {"row": label, "set": task, "pictures": row in ("dense", "pela")}
-        run.measure(f"score_{task}_{label}", seed, measures.score, {"model": stage}, what)
+        scoring = {"row": label, "set": task, "pictures": row in ("dense", "pela")}
+        run.measure(f"score_{task}_{label}", seed, measures.score, {"model": stage}, scoring)
 
 
 def report(table: pd.DataFrame, run: Run) -> list[str]:
@@ -186,7 +194,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
 
 
 def losses(run: Run) -> str:
-    """What the repair was trained with."""
+    """The paragraph on scores, losses and settings of the repair."""
     h = run.parsed("repair").model.init_args
     return (
         f"Scores are of the test part, in %; the mean is over all six recalls. L_rwp: p {h.p:g}, "
@@ -207,7 +215,11 @@ def _compare(a: str, b: str, threshold: float = 0.0, where: str = "retrieval") -
 
 
 def _gates(ratio: str) -> tuple[Comparison, ...]:
-    """The encoders have learnt, and low rank without repair loses what is worth repairing."""
+    """Conditions for judging: the encoders have learnt, and there is something to repair.
+
+    Dense is five points of mean recall above frozen encoders, and five points above low rank
+    without repair before fine-tuning.
+    """
     return (
         _compare("dense", "frozen", 0.05),
         _compare("dense", f"direct_k{ratio}", 0.05, ZERO_SHOT),

@@ -1,4 +1,4 @@
-"""Scores of a trained ALBEF on its test part, and pictures to look at."""
+"""Test scores of a trained ALBEF, and pages of example pictures for the report."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,10 +22,11 @@ SHOWN, TOP = 5, 4  # queries on a page, and pictures for each
 
 
 def score(m: Measuring) -> Iterator[Row]:
-    """The scores of a model on the test part and its size; with `pictures` also a page of results.
+    """The scores of a model on the test part, and its size.
 
-    With `ratio` the model is first made low-rank, without any training. Otherwise the table also
-    gets what it was trained with.
+    Settings: `row` and `set` in the table; `ratio`: the κ at which the model is first factorised,
+    without training (without `ratio` the rows also have the settings of its training); `pictures`:
+    whether to draw a page of retrieved pictures or of heat maps.
     """
     stage, data = m.stages["model"], m.datamodule("model")
     module = stage.module()
@@ -35,8 +36,8 @@ def score(m: Measuring) -> Iterator[Row]:
     row, name = m.settings["row"], m.settings["set"]
     values = scores_on_test(module, data) | ({} if ratio else trained_with(stage))
     if "r_mean" in values:
-        alone = [value for key, value in values.items() if key.startswith("itc_")]
-        values["itc_r_mean"] = sum(alone) / len(alone)
+        recalls = [value for key, value in values.items() if key.startswith("itc_")]
+        values["itc_r_mean"] = sum(recalls) / len(recalls)
     for metric, value in values.items():
         yield Row(row, metric, value, name)
     # LoRA's parameters are not counted: they are merged into the weights after training
@@ -49,14 +50,14 @@ def score(m: Measuring) -> Iterator[Row]:
 
 
 def trained_with(stage: Finished) -> dict[str, float]:
-    """Learning rate, α and β of a stage, and its terms' shares of the gradient's norm."""
+    """Learning rate, α and β of a stage, and each loss term's share of the gradient's norm."""
     values = stage.settings.model.init_args.as_dict()
     names = {"lr": "lr", "alpha": "fd_weight", "beta": "rwp_weight"}
     return {n: float(values[key]) for n, key in names.items() if key in values} | stage.shares
 
 
 def gallery(module: Any, data: Any) -> Gallery:
-    """The test part, encoded, on the module's device."""
+    """The encoded test part, on the module's device."""
     loader = data.test_dataloader()
     module.eval()
     with torch.no_grad():
@@ -69,17 +70,17 @@ def gallery(module: Any, data: Any) -> Gallery:
 
 def retrieved(module: Any, data: Any, file: Path) -> None:
     """A page of texts of the test part with the pictures found for each; the right one framed."""
-    places = gallery(module, data)
+    encoded = gallery(module, data)
     entries = data.entries("test")
     texts = [(entry, caption) for entry in entries for caption in entry.captions]
     step = max(1, len(texts) // SHOWN)
     rows = list(range(0, len(texts), step))[:SHOWN]
-    scores = rerank(module.model, places, module.settings.k, by_text=True, rows=rows)
+    scores = rerank(module.model, encoded, module.settings.k, by_text=True, rows=rows)
     shape = (len(rows), TOP)
     figure, axes = plt.subplots(*shape, figsize=(2.2 * TOP, 2.5 * len(rows)), squeeze=False)
-    for line, row, found in zip(axes, rows, scores.argsort(1, descending=True), strict=True):
+    for line, row, order in zip(axes, rows, scores.argsort(1, descending=True), strict=True):
         entry, caption = texts[row]
-        for axis, place in zip(line, found[:TOP].tolist(), strict=True):
+        for axis, place in zip(line, order[:TOP].tolist(), strict=True):
             show(axis, data.path(entries[place].image))
             right = entries[place].image == entry.image
             frame(axis, "tab:green" if right else "lightgrey")
@@ -113,13 +114,13 @@ def heat_maps(module: Grounding, data: Any, file: Path) -> None:
 
 
 def show(axis: Any, file: Path) -> None:
-    """A picture without axes."""
+    """Draw a picture without ticks."""
     axis.imshow(Image.open(file).convert("RGB"))
     axis.set_xticks([])
     axis.set_yticks([])
 
 
 def frame(axis: Any, colour: str) -> None:
-    """A coloured frame."""
+    """Draw a coloured frame."""
     for spine in axis.spines.values():
         spine.set(color=colour, linewidth=3)

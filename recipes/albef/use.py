@@ -1,4 +1,4 @@
-"""A trained ALBEF on your own pictures: search them, find words for one, ask one a question.
+"""Use a trained ALBEF on your own pictures: search them, match sentences to one, ask about one.
 
     python -m recipes.albef.use search --ckpt_path RETRIEVAL/checkpoints/last.ckpt \\
         ~/pictures "a dog in the snow"                       found.png and predictions.csv
@@ -7,9 +7,9 @@
     python -m recipes.albef.use ask --ckpt_path VQA/checkpoints/last.ckpt \\
         dog.jpg "what color is the dog"
 
-`match` also takes a text file with a sentence on each line. The k most similar (k of the training)
-are re-ranked by ITM, image-text matching; the others stay in the order of similarity. `ask` chooses
-among the answers that the model was trained with, or those of --answers yes,no,….
+Instead of sentences, `match` also takes a text file with one on each line. `search` and `match`
+order by similarity, and re-rank the k best (the k of the training) by image-text matching. `ask`
+chooses among the answers that the model was trained with, or those of --answers yes,no,….
 """
 
 import argparse
@@ -43,7 +43,7 @@ class Searcher:
 
     Raises:
         FileNotFoundError: if there is no such checkpoint.
-        ValueError: if it is of another module.
+        ValueError: if the checkpoint is of another LightningModule.
     """
 
     def __init__(self, checkpoint: str | Path):
@@ -53,7 +53,7 @@ class Searcher:
     def __call__(
         self, pictures: Sequence[Path], sentences: Sequence[str], by_text: bool = True
     ) -> Tensor:
-        """Scores: of the pictures for each sentence, or of the sentences for each picture."""
+        """Scores (sentences, pictures); with `by_text` false (pictures, sentences)."""
         device, transform = self.module.device, self.data.transform(training=False)
         tokens = self.data.tokens(sentences)
         ids, mask = (tokens[key].to(device) for key in ("input_ids", "attention_mask"))
@@ -72,7 +72,7 @@ class Searcher:
 
 
 def search(checkpoint: str | Path, folder: str | Path, sentence: str) -> pd.DataFrame:
-    """The pictures below a folder, the best for a sentence first: picture, score.
+    """The pictures below a folder, the best match of a sentence first; columns picture, score.
 
     Raises:
         FileNotFoundError: if the folder has no pictures.
@@ -85,7 +85,7 @@ def search(checkpoint: str | Path, folder: str | Path, sentence: str) -> pd.Data
 
 
 def match(checkpoint: str | Path, picture: str | Path, sentences: Sequence[str]) -> pd.DataFrame:
-    """The sentences, the best for a picture first: sentence, score."""
+    """The sentences, the best match of a picture first; columns sentence, score."""
     scores = Searcher(checkpoint)([Path(picture)], sentences, by_text=False)[0]
     order = scores.argsort(descending=True).tolist()
     rows = [{"sentence": sentences[i], "score": scores[i].item()} for i in order]
@@ -99,33 +99,34 @@ def ask(
     question: str,
     answers: Sequence[str] | None = None,
 ) -> pd.DataFrame:
-    """The answers to a question about a picture, the likeliest first: answer, probability.
+    """The answers to a question about a picture, likeliest first; columns answer, probability.
 
     Args:
         checkpoint: of `VQA`.
         picture: a file.
         question: a sentence.
-        answers: to choose among; those that the model was trained with when None.
+        answers: the candidates; None: those that the model was trained with.
     """
     module, data, description = load(checkpoint, VQA)
     answers = list(answers or description["answers"])
-    candidates, asked = data.tokens(answers, cleaned=False), data.tokens([question])
+    candidates, tokens = data.tokens(answers, cleaned=False), data.tokens([question])
     batch = {
         "images": data.transform(training=False)(read_picture(Path(picture)))[None],
-        **asked,
+        **tokens,
         "candidate_ids": candidates["input_ids"],
         "candidate_mask": candidates["attention_mask"],
     }
     scores = module.rank({key: value.to(module.device) for key, value in batch.items()})[0]
-    shares, order = scores.softmax(0), scores.argsort(descending=True).tolist()
-    return pd.DataFrame([{"answer": answers[i], "probability": shares[i].item()} for i in order])
+    probabilities, order = scores.softmax(0), scores.argsort(descending=True).tolist()
+    rows = [{"answer": answers[i], "probability": probabilities[i].item()} for i in order]
+    return pd.DataFrame(rows)
 
 
 def load(checkpoint: str | Path, kind: type) -> tuple[Any, ImageTextData, dict[str, Any]]:
     """A checkpoint's module, the data object that prepares its inputs, and its description.
 
     Raises:
-        ValueError: if it is of another module.
+        ValueError: if the checkpoint is of another LightningModule.
     """
     description, module = described(checkpoint)
     if not issubclass(module, kind):
@@ -154,7 +155,7 @@ def pictures_in(folder: str | Path) -> list[Path]:
 
 
 def page(rows: pd.DataFrame, title: str, file: Path, shown: int = 8) -> None:
-    """A page of the best pictures of a search."""
+    """Save a page with the best pictures of a search."""
     rows = rows.head(shown)
     figure, axes = plt.subplots(2, 4, figsize=(11, 6), squeeze=False)
     for axis in axes.flat:
@@ -167,7 +168,7 @@ def page(rows: pd.DataFrame, title: str, file: Path, shown: int = 8) -> None:
 
 
 def sentences_of(given: Sequence[str]) -> list[str]:
-    """Sentences as they are given, or the lines of a text file."""
+    """The given sentences, or the lines of the one text file that is given instead."""
     if len(given) == 1 and Path(given[0]).is_file():
         lines = Path(given[0]).read_text(encoding="utf-8").splitlines()
         return [line for line in lines if line.strip()]
@@ -175,18 +176,30 @@ def sentences_of(given: Sequence[str]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Do what a command line asks for."""
+    """Run the command line: write predictions.csv, print the best rows, and for `search` a page."""
     parser = argparse.ArgumentParser(
         prog="python -m recipes.albef.use",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("verb", choices=("search", "match", "ask"))
-    parser.add_argument("place", metavar="PATH", help="a folder of pictures, or a picture")
-    parser.add_argument("texts", nargs="+", metavar="TEXT", help="sentences, or a question")
+    parser.add_argument("place", metavar="PATH", help="a folder of pictures (search), or a picture")
+    parser.add_argument(
+        "texts",
+        nargs="+",
+        metavar="TEXT",
+        help="a sentence (search), sentences (match) or a question (ask)",
+    )
     parser.add_argument("--ckpt_path", required=True, metavar="CKPT", help="the checkpoint")
-    parser.add_argument("--answers", metavar="A,B", help="to choose among, for ask")
-    parser.add_argument("--out", default=".", metavar="DIR", help="for files; default: here")
+    parser.add_argument(
+        "--answers", metavar="A,B", help="ask: candidate answers; default: those of the training"
+    )
+    parser.add_argument(
+        "--out",
+        default=".",
+        metavar="DIR",
+        help="where files are written; default: the current folder",
+    )
     options = parser.parse_args(argv)
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)

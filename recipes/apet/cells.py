@@ -1,4 +1,4 @@
-"""What APET's experiments share: a cell is one model tuned on one task by one method."""
+"""Shared by APET's experiments; a cell is one model tuned on one task by one method."""
 
 from argparse import ArgumentParser
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +21,8 @@ METHODS = {
     "adapter": "Adapter",
     "full": "full",
 }
-PET = ("prompt", "bitfit", "lora", "adapter")  # the paper's deviation is that between these
+# parameter-efficient tuning: the deviation that the paper reports is between these
+PET = ("prompt", "bitfit", "lora", "adapter")
 # a smaller and a larger model that the claims compare, and the preset that trains them
 PAIRS = {
     ("MiniLM", "bge-small"): "small",
@@ -52,7 +53,7 @@ def options(parser: ArgumentParser, names: Sequence[str] = ("models", "tasks")) 
 
 
 def chosen(run: Run, what: str, known: Iterable[str]) -> list[str]:
-    """The known models or tasks that the flag --models or --tasks names; without it all.
+    """The models or tasks in `known` that the flag --models or --tasks names; without it, all.
 
     Raises:
         ValueError: if the flag names an unknown one.
@@ -70,10 +71,10 @@ class Cell:
 
     Attributes:
         model, task: names in the grid.
-        row: the method's name, or another for the table.
-        settings: the method's.
+        row: of the table; the method's name, or that of a budget or draw.
+        settings: of the method.
         seed: of the training.
-        like: the cell whose trials choose the learning rate; itself when None.
+        like: the cell whose trials choose the learning rate; None: this cell's own.
     """
 
     model: str
@@ -85,7 +86,7 @@ class Cell:
 
     @property
     def set(self) -> str:
-        """`set` in the table: task and model."""
+        """The value of the column `set`: task and model."""
         return f"{self.task}, {self.model}"
 
     @property
@@ -95,23 +96,24 @@ class Cell:
 
 
 def of_method(grid: Mapping[str, Any], method: str, model: str) -> dict[str, Any]:
-    """The settings of a usual tuning method in a model."""
+    """The settings of one of the grid's tuning methods for a model."""
     return {**grid["methods"][method], **grid["models"][model].get(method, {})}
 
 
 def at_random(budget: int, seed: int) -> dict[str, Any]:
-    """The settings of APET with that many parameters at the positions of a seed."""
+    """The settings of APET with `budget` parameters at positions that the seed draws."""
     return {"model.method": "apet", "model.method_args": {"budget": budget, "seed": seed}}
 
 
 def train(run: Run, grid: Mapping[str, Any], cell: Cell) -> list[Stage]:
-    """Declare the trainings of a cell; the best of them on the held-out part is to be scored.
+    """Declare the trainings of a cell; the one that is best on the held-out part is scored later.
 
     If the grid has several learning rates, seed 0 trains with each of them. Other seeds, and cells
     that are `like` another, train once, with the rate that was best there.
     """
     config, varied, settings = _settings(run, grid, cell)
     entry = grid["models"][cell.model]
+    # in order of precedence: the method's settings, the method's rates, the model's, the stage's
     rates = entry.get("rates", grid["rates"][entry["config"]])
     rates = grid["rates"].get(varied["model.method"], rates)
     rates = [settings.pop("model.lr")] if "model.lr" in settings else rates
@@ -119,46 +121,48 @@ def train(run: Run, grid: Mapping[str, Any], cell: Cell) -> list[Stage]:
         settings["model.lr"] = rates[0]
         return [run.stage(cell.name, config, cell.seed, varied, settings)]
     first = replace(cell.like or cell, seed=0, like=None)
-    _, tried, _ = _settings(run, grid, first)
+    _, fixed, _ = _settings(run, grid, first)
     trials = [
-        run.stage(f"{first.name} lr {rate:g}", config, 0, {**tried, "model.lr": rate}, settings)
+        run.stage(f"{first.name} lr {rate:g}", config, 0, {**fixed, "model.lr": rate}, settings)
         for rate in rates
     ]
     if replace(cell, like=None) == first:
         return trials
     metric = f"val/{grid['metrics'][cell.task]}"
-    best = ("val/loss", ["model.lr"], "min") if written(grid, cell.task) else (metric, ["model.lr"])
-    settings |= run.best(trials, *best)
+    if is_free_text(grid, cell.task):
+        settings |= run.best(trials, "val/loss", ["model.lr"], "min")
+    else:
+        settings |= run.best(trials, metric, ["model.lr"])
     return [run.stage(cell.name, config, cell.seed, varied, settings)]
 
 
-def written(grid: Mapping[str, Any], task: str) -> bool:
-    """Whether a task's answer is free text; a class would have a label word."""
+def is_free_text(grid: Mapping[str, Any], task: str) -> bool:
+    """Whether a task's answers are free text; classification tasks have label words."""
     return "words" not in grid["tasks"][task]
 
 
 def fits(grid: Mapping[str, Any], model: str, task: str) -> bool:
-    """Whether a model can do a task: an encoder cannot write text."""
-    return not written(grid, task) or grid["models"][model]["config"] == "decoder"
+    """Whether a model can be tuned on a task: encoders cannot generate text."""
+    return not is_free_text(grid, task) or grid["models"][model]["config"] == "decoder"
 
 
 def _settings(
     run: Run, grid: Mapping[str, Any], cell: Cell
 ) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """A cell's stage file, its varied settings, and the settings that flags may change."""
+    """A cell's YAML file, its varied settings, and the settings that flags may change."""
     model, task = grid["models"][cell.model], dict(grid["tasks"][cell.task])
     words, config = task.pop("words", None), model["config"]
     if words is None:
         config = "generation"
     if task.pop("made", False):
         task["data.root"] = run.measure("questions", 0, write_questions) / "questions"
-    no_budget = {"model.method_args": None}  # the stage file's are for method apet
+    no_budget = {"model.method_args": None}  # the YAML file's arguments are for method apet
     settings = {**task, **model["settings"], **model.get(config, {}), **no_budget, **cell.settings}
-    if settings["model.method"] == "prompt":  # which tokens' embeddings the soft tokens start as
+    if settings["model.method"] == "prompt":  # draws the tokens whose embeddings initialise it
         settings["model.method_args"] = {"seed": cell.seed}
     if config == "decoder":
         settings["data.label_words"] = words
-    if settings.get("data.encoder_decoder"):  # its max_length counts the input alone
+    if settings.get("data.encoder_decoder"):  # there max_length is of the input alone
         settings["data.max_length"] -= settings["data.target_length"]
     if model.get("pretrain"):
         settings["model.init_from"] = pretrain(run, grid, cell.model)
@@ -177,7 +181,7 @@ def score(run: Run, grid: Mapping[str, Any], cell: Cell) -> Measurement:
     scoring = {"set": cell.set, "metric": grid["metrics"][cell.task], "part": grid["part"]}
     nodes = {f"stage {place}": stage for place, stage in enumerate(train(run, grid, cell))}
     settings = {**scoring, "row": cell.row}
-    function = measure_texts if written(grid, cell.task) else measure_score
+    function = measure_texts if is_free_text(grid, cell.task) else measure_score
     return run.measure(f"{cell.name} score", cell.seed, function, nodes, settings)
 
 
@@ -186,7 +190,7 @@ def majority(run: Run, grid: Mapping[str, Any], cell: Cell) -> Measurement:
     scoring = {"set": cell.set, "metric": grid["metrics"][cell.task], "part": grid["part"]}
     nodes = {"stage": train(run, grid, cell)[0]}
     name = f"{cell.task} {cell.model} majority"
-    if written(grid, cell.task):
+    if is_free_text(grid, cell.task):
         return run.measure(name, cell.seed, measure_nothing, {}, {"set": cell.set})
     return run.measure(name, cell.seed, measure_majority, nodes, scoring)
 
@@ -201,15 +205,15 @@ def uncollapsed(nodes: Mapping[str, Finished]) -> float:
     return float(all(values_of(node).get(COLLAPSED, 2) > 1 for node in nodes.values()))
 
 
-def gates(models: Sequence[str], sound: str) -> tuple[Comparison, ...]:
-    """What has to hold, task by task and in each model that a claim compares.
+def gates(models: Sequence[str], valid: str) -> tuple[Comparison, ...]:
+    """The conditions for judging a claim: on each task, in each model that it compares.
 
-    Full fine-tuning is five points above the commonest class, so that the task tells methods apart;
-    and the metric `sound`, which is 1 or 0, is 1 for every seed.
+    Full fine-tuning is five points above the commonest class, else methods cannot differ; and the
+    metric `valid`, which is 1 or 0, is 1 for every seed.
     """
     return (
         *(Comparison("gain", model, threshold=5.0) for model in models),
-        *(Comparison(sound, model, threshold=0.99, exact=True) for model in models),
+        *(Comparison(valid, model, threshold=0.99, exact=True) for model in models),
     )
 
 
@@ -225,7 +229,7 @@ def cells(
     rows: Sequence[str],
     seed: int,
 ) -> list[Cell]:
-    """The usual tuning methods on models and tasks."""
+    """The cells of the grid's tuning methods `rows`, for every model and task."""
     return [
         Cell(model, task, row, of_method(grid, row, model), seed)
         for model in models

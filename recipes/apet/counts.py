@@ -1,12 +1,13 @@
 """How many tunable parameters are enough? (Section 5.3, Fig. 5)
 
-Score against the number of trainable parameters, at random positions. Each seed's curve gives two
-thresholds: `low`, the smallest count from which on the score stays above guessing, and `high`, the
-smallest count from which on it stays level with full fine-tuning. Both allow for the sampling error
-of a test part of n examples: 1.64·√(p(1 − p)/n), the one-sided 95 % bound. A threshold that no
-count of the sweep reaches has no value for that seed, and a claim is judged only on tasks where
-both models reach it with every seed. Guessing is answering the commonest class: the paper's 100 %
-divided by the number of classes is less, and on MRPC a constant answer exceeds it.
+Measures the score against the number of trainable parameters, at random positions. Each seed's
+curve gives two thresholds: `low`, the smallest count from which on the score stays above guessing,
+and `high`, the smallest count from which on it stays level with full fine-tuning. Both allow for
+the sampling error of a test part of n examples: 1.64·√(p(1 − p)/n), the one-sided 95 % bound. Where
+no count of the sweep reaches a threshold, it has no value for that seed; a claim is judged only on
+tasks where both models reach it with every seed. Guessing means always answering the commonest
+class. The paper's guessing score, 100 % divided by the number of classes, is lower: on MRPC a
+constant answer exceeds it.
 
     python -m recipes.apet.counts                  generated sentences, on a CPU
     make weights && python -m recipes.apet.counts --preset small --seeds 3 --jobs 2
@@ -54,7 +55,7 @@ PAPER = {  # Fig. 5, low thresholds
 
 
 def declare(run: Run) -> None:
-    """The sweep of each model and task, and its thresholds."""
+    """Declare the sweep over counts of each model and task, and its thresholds."""
     grid = run.grid(GRID)
     settings = grid["counts"]
     for seed in run.seeds:
@@ -76,13 +77,14 @@ def declare(run: Run) -> None:
 def in_all(budget: int, seed: int) -> dict[str, Any]:
     """The settings of APET with `budget` trainable parameters in all, the classifier's included.
 
-    A new classifier that trains beside them has hundreds of parameters, enough to beat guessing.
+    No head trains in full, since a new classifier's hundreds of parameters would beat guessing by
+    themselves; its elements may be drawn like all others.
     """
     return {**at_random(budget, seed), "model.heads": []}
 
 
 def measure_thresholds(m: Measuring) -> Iterator[Row]:
-    """The curve of one seed and its two thresholds, in decimal logarithms of the count."""
+    """The curve of one seed, and its two thresholds as decimal logarithms of the count."""
     scores = {name: values_of(node) for name, node in m.stages.items()}
     guess, full = (scores.pop(name) for name in ("majority", "full"))
     curve = {int(name): values["score"] for name, values in scores.items()}
@@ -92,11 +94,11 @@ def measure_thresholds(m: Measuring) -> Iterator[Row]:
     yield Row(row=row, set=name, metric="guessing", value=guess["score"])
     yield Row(row=row, set=name, metric="full", value=full["score"])
     yield Row(row=row, set=name, metric="gain", value=100 * (full["score"] - guess["score"]))
-    found = thresholds(curve, guess["score"], full["score"], int(full["scored"]))
-    for metric, enough in found.items():
-        yield Row(row=row, set=name, metric=f"{metric} reached", value=enough is not None)
-        if enough is not None:
-            yield Row(row=row, set=name, metric=metric, value=math.log10(enough))
+    counts_reached = thresholds(curve, guess["score"], full["score"], int(full["scored"]))
+    for metric, reached in counts_reached.items():
+        yield Row(row=row, set=name, metric=f"{metric} reached", value=reached is not None)
+        if reached is not None:
+            yield Row(row=row, set=name, metric=metric, value=math.log10(reached))
 
 
 def thresholds(
@@ -105,25 +107,28 @@ def thresholds(
     """The counts from which on a curve stays above guessing, and level with full fine-tuning.
 
     Args:
-        curve: score, a share of one, by count.
+        curve: scores, between 0 and 1, by count.
         guess: the score of guessing.
-        full: that of full fine-tuning.
-        examples: of the test part.
+        full: the score of full fine-tuning.
+        examples: number of examples in the test part.
+
+    Returns:
+        `low` and `high`; None for a threshold that is not reached.
     """
 
     def error(share: float) -> float:
         return ONE_SIDED * math.sqrt(share * (1 - share) / examples)
 
     levels = {"low": guess + error(guess), "high": full - error(full)}
-    found: dict[str, int | None] = {}
+    smallest: dict[str, int | None] = {}
     for name, level in levels.items():
-        found[name] = None
+        smallest[name] = None
         for count in sorted(curve, reverse=True):
-            # as good as full fine-tuning is level with it, as good as guessing is not above it
+            # a score equal to the level is level with full fine-tuning, but not above guessing
             if curve[count] < level or (name == "low" and curve[count] == level):
                 break
-            found[name] = count
-    return found
+            smallest[name] = count
+    return smallest
 
 
 def report(table: pd.DataFrame, run: Run) -> list[str]:
@@ -160,7 +165,7 @@ def _threshold(table: pd.DataFrame, run: Run, model: str, task: str, name: str) 
 
 
 def claims(small: str, large: str, preset: str) -> list[Claim]:
-    """Both claims of Fig. 5 about a smaller and a larger model."""
+    """The two claims of Fig. 5 about a smaller and a larger model."""
     pair = (small, large)
     return [
         Claim(
@@ -185,7 +190,7 @@ def claims(small: str, large: str, preset: str) -> list[Claim]:
                 Comparison("low", small, large, threshold=-1.0, mean_over="set"),
                 Comparison("low", large, small, threshold=-1.0, mean_over="set"),
             ),
-            # and both thresholds lie inside the sweep: above its smallest count, ten
+            # and log10 of both thresholds exceeds 1: they lie above 10, the sweep's smallest count
             gate=(
                 *gates(pair, "low reached"),
                 *(Comparison("low", model, threshold=1.0) for model in pair),

@@ -1,8 +1,8 @@
-"""Does it matter where the tunable parameters sit? (Section 5.2, Fig. 4)
+"""Do the positions of the tunable parameters matter? (Section 5.2, Fig. 4)
 
-As many parameters as Prompt, BitFit, LoRA and Adapter have are tuned at random positions, in many
+Tunes as many parameters as Prompt, BitFit, LoRA and Adapter have, but at random positions, in many
 draws, in a small and in a large model. The deviation between the draws shows how much positions
-matter. Every seed draws positions of its own.
+matter. Every seed draws other positions.
 
     python -m recipes.apet.positions                  generated sentences, on a CPU
     make weights && python -m recipes.apet.positions --preset small --seeds 2 --jobs 2
@@ -47,14 +47,14 @@ from recipes.tables import Column, tabulate
 
 
 def declare(run: Run) -> None:
-    """Draw positions at four budgets, and measure the deviation between the draws."""
+    """Declare trainings at random positions for each budget, and the deviation between draws."""
     grid = run.grid(GRID)
     settings = grid["positions"]
     rows = run.rows(PET)
     for seed in run.seeds:
         for model in chosen(run, "models", settings["models"]):
             for task in chosen(run, "tasks", settings["tasks"]):
-                groups: dict[str, dict[str, Any]] = {}
+                scores: dict[str, dict[str, Any]] = {}
                 for row in rows:
                     budget = budget_of(run, grid, model, row)
                     first = Cell(model, task, f"APET {row} 0", at_random(budget, 0), 0)
@@ -66,7 +66,7 @@ def declare(run: Run) -> None:
                         )
                         for n in range(draws)
                     ]  # fmt: skip
-                    groups[row] = {cell.row: score(run, grid, cell) for cell in drawn}
+                    scores[row] = {cell.row: score(run, grid, cell) for cell in drawn}
                     name = f"{task} {model} {row} spread"
                     given = {
                         "row": row,
@@ -74,19 +74,19 @@ def declare(run: Run) -> None:
                         "model": model,
                         "budget": budget,
                     }
-                    run.measure(name, seed, measure_spread, groups[row], given)
-                if groups.keys() != set(PET):
+                    run.measure(name, seed, measure_spread, scores[row], given)
+                if scores.keys() != set(PET):
                     continue
                 full = Cell(model, task, "full", of_method(grid, "full", model), seed)
                 name = f"{task} {model} mean spread"
-                every = {f"{row} {key}": n for row, g in groups.items() for key, n in g.items()}
+                every = {f"{row} {key}": n for row, s in scores.items() for key, n in s.items()}
                 every["full"] = score(run, grid, full)
                 every["majority"] = majority(run, grid, full)
                 run.measure(name, seed, measure_mean_spread, every, {"row": model, "set": task})
 
 
 def budget_of(run: Run, grid: dict[str, Any], model: str, method: str) -> int:
-    """How many parameters a usual tuning method trains in a model, beside its heads."""
+    """The number of parameters that a tuning method trains in a model, without its heads."""
     entry = grid["models"][model]
     parsed = run.parsed(entry["config"], entry["settings"]).model
     arguments: dict[str, Any] = {"num_classes": 2, "pretrained": False, "adapter_only": False}
@@ -99,7 +99,7 @@ def budget_of(run: Run, grid: dict[str, Any], model: str, method: str) -> int:
 
 
 def tuned_in(model: nn.Module, heads: Sequence[str], settings: Mapping[str, Any]) -> int:
-    """How many parameters a method's settings make trainable beside the heads; tunes the model."""
+    """Apply a method's settings to a model; count its trainable parameters without the heads."""
     targets = settings.get("model.targets") or query_and_value(model)
     layers = [target.partition(":")[0] for target in targets]  # LoRA has no slices
     arguments, rank = settings.get("model.method_args", {}), settings.get("model.rank", 1)
@@ -119,7 +119,7 @@ def measure_spread(m: Measuring) -> Iterator[Row]:
 def measure_mean_spread(m: Measuring) -> Iterator[Row]:
     """The standard deviation over draws, averaged over all four budgets (root mean square).
 
-    In points, as is `gain`: the score of full fine-tuning above that of the commonest class.
+    In points, as is `gain`: the score of full fine-tuning less that of the commonest class.
     `uncollapsed` is 1 if every draw predicts more than one class, else 0.
     """
     scores = points(m.stages)

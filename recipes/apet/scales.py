@@ -1,7 +1,7 @@
 """Do tuning methods differ less in larger models? (Section 4, Fig. 2)
 
-Four parameter-efficient methods and full fine-tuning on models of growing size. For each model,
-task and seed: the standard deviation between the four methods' scores, in points.
+Trains four parameter-efficient methods and full fine-tuning on models of growing size. For each
+model, task and seed it measures the standard deviation between the four methods' scores, in points.
 
     python -m recipes.apet.scales                  generated sentences, on a CPU
     make weights && python -m recipes.apet.scales --preset small --seeds 3 --jobs 2
@@ -46,7 +46,7 @@ FIG_2 = {  # standard deviation between methods, mean over tasks: smallest to la
 
 
 def declare(run: Run) -> None:
-    """Tune every model on every task with every method, and measure the deviation."""
+    """Declare every method's training on every model and task, and the methods' deviation."""
     grid = run.grid(GRID)
     rows = run.rows(grid["methods"])
     for seed in run.seeds:
@@ -68,9 +68,9 @@ def declare(run: Run) -> None:
 def measure_deviation(m: Measuring) -> Iterator[Row]:
     """The standard deviation between the four methods' scores, and `gain`, both in points.
 
-    `gain` is the score of full fine-tuning above that of the commonest class: without a gain, the
-    task does not tell methods apart. `uncollapsed` is 1 if each of the four predicts more than one
-    class, else 0: a training that failed says nothing about its method.
+    `gain` is the score of full fine-tuning less that of the commonest class; where it is small,
+    methods cannot differ. `uncollapsed` is 1 if each of the four predicts more than one class, else
+    0: a training that failed says nothing about its method.
     """
     scores = points(m.stages)
     values = {
@@ -145,7 +145,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
 
 
 def falls(small: str, large: str, preset: str) -> Claim:
-    """The deviation is smaller in the larger model."""
+    """The claim that the deviation is smaller in the larger model."""
     return Claim(
         name=f"deviation falls: {small} → {large}",
         paper="APET",

@@ -1,4 +1,4 @@
-"""Texts that a tuned model writes, and their F1 (answers) or ROUGE-L (summaries), as in App. D."""
+"""Decodes a tuned model's texts and scores them by F1 (answers) or ROUGE-L (summaries), App. D."""
 
 import json
 import random
@@ -13,26 +13,26 @@ from recipes.nodes import device
 from recipes.records import best_of
 from recipes.results import Row
 
-_WHO = ("the cook", "a waiter", "my sister", "the old man", "our teacher")
-_DOES = ("likes", "sells", "paints", "carries", "buys")
+_SUBJECTS = ("the cook", "a waiter", "my sister", "the old man", "our teacher")
+_VERBS = ("likes", "sells", "paints", "carries", "buys")
 
 
 def measure_texts(m: Measuring) -> Iterator[Row]:
     """The score of greedily decoded texts for the inputs of the test part.
 
-    Of several trainings the one with the least loss on the validation part is decoded. Settings:
-    `row` and `set` in the table, `metric`. outputs.txt has one text on each line.
+    If the cell has several trainings, the one with the lowest validation loss is decoded. Settings:
+    `row` and `set` in the table, and `metric`. outputs.txt has one text on each line.
     """
     stage = best_of(list(m.stages.values()), "val/loss", "min")
     data, module = stage.datamodule(), stage.module(device())
     texts = [""] * len(data.prompts("test"))
     for batch in data.test_dataloader():
         places = batch.pop("labels").tolist()
-        written = generate(
+        decoded = generate(
             module.model, batch, data.tokenizer, beams=1, no_repeat_ngram=0, stop=None,
             max_new_tokens=data.target_length,
         )  # fmt: skip
-        for place, text in zip(places, written, strict=True):
+        for place, text in zip(places, decoded, strict=True):
             texts[place] = " ".join(text.split())
     (m.folder / "outputs.txt").write_text("\n".join(texts) + "\n", encoding="utf-8")
     value = text_score(m.settings["metric"], texts, data.references("test"))
@@ -45,20 +45,20 @@ def text_score(metric: str, texts: Sequence[str], references: Sequence[Sequence[
     """The mean over texts of each text's best score against its references, in 0 … 1.
 
     Args:
-        metric: "f1", SQuAD's of words (Rajpurkar et al., 2016), or "rouge_l" (Lin, 2004).
-        texts: written.
-        references: of each text.
+        metric: "f1", the F1 of words of SQuAD (Rajpurkar et al., 2016), or "rouge_l" (Lin, 2004).
+        texts: decoded by the model.
+        references: one or more for each text.
 
     Raises:
         ValueError: for another metric.
     """
     if metric == "f1":
-        written = [{"prediction_text": text, "id": str(n)} for n, text in enumerate(texts)]
+        predictions = [{"prediction_text": text, "id": str(n)} for n, text in enumerate(texts)]
         answers = [
             {"answers": {"answer_start": [0] * len(several), "text": list(several)}, "id": str(n)}
             for n, several in enumerate(references)
         ]
-        return float(squad(written, answers)["f1"]) / 100  # type: ignore[arg-type]
+        return float(squad(predictions, answers)["f1"]) / 100  # type: ignore[arg-type]
     if metric == "rouge_l":
         several = [list(one) for one in references]
         scores = rouge_score(list(texts), several, accumulate="best", rouge_keys="rougeL")
@@ -67,21 +67,22 @@ def text_score(metric: str, texts: Sequence[str], references: Sequence[Sequence[
 
 
 def measure_nothing(m: Measuring) -> Iterator[Row]:
-    """The guessing baseline of a task of free text, which the paper scores 0."""
+    """The guessing baseline of a free-text task: a score of 0, as in the paper."""
     yield Row(metric="score", value=0.0, row="majority", set=m.settings["set"])
 
 
 def write_questions(m: Measuring) -> Iterator[Row]:
-    """Write made-up questions in NQ-Open's form into the folder `questions`, for `tiny`."""
+    """Write generated questions in NQ-Open's format into the folder `questions`, for `tiny`."""
     rng = random.Random(0)
     folder = m.folder / "questions"
     folder.mkdir(exist_ok=True)
-    facts = {does: rng.choice(_WHO) for does in _DOES}
+    answers = {verb: rng.choice(_SUBJECTS) for verb in _VERBS}
     for part, count in (("train", 64), ("dev", 16)):
-        asked = [rng.choice(_DOES) for _ in range(count)]
-        lines = [
-            json.dumps({"question": f"who {does} {rng.choice(_WHO)}", "answer": [facts[does]]})
-            for does in asked
+        verbs = [rng.choice(_VERBS) for _ in range(count)]
+        pairs = [
+            {"question": f"who {verb} {rng.choice(_SUBJECTS)}", "answer": [answers[verb]]}
+            for verb in verbs
         ]
+        lines = map(json.dumps, pairs)
         (folder / f"{part}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    yield Row(metric="questions", value=len(facts), row="questions")
+    yield Row(metric="questions", value=len(answers), row="questions")

@@ -1,8 +1,9 @@
-"""Are parameters tuned on one task of use on another? (Appendix E, Fig. 7)
+"""Do parameters tuned on one task work on another? (Appendix E, Fig. 7)
 
-θ, and the classifier where there is one, is tuned on a source task and used unchanged on a target
-task. Labels are unified: negative, not-entailment and not-equivalent are 0; positive, entailment
-and equivalent are 1. RTE and QNLI, which GLUE numbers the other way round, are swapped.
+The tuned parameters θ, and the classifier if there is one, are trained on a source task and used
+unchanged on a target task. Labels are unified: negative, not-entailment and not-equivalent are 0;
+positive, entailment and equivalent are 1. RTE and QNLI, which GLUE numbers the other way round, are
+swapped.
 
     python -m recipes.apet.transfer                  generated sentences, on a CPU
     make weights && python -m recipes.apet.transfer --preset small --seeds 3 --jobs 2
@@ -28,7 +29,7 @@ SWAPPED = ("RTE", "QNLI")  # GLUE's files have entailment as class 0
 
 
 def declare(run: Run) -> None:
-    """Tune every method on every source task, and score it on every target task."""
+    """Declare every method's training on every source task, and its scores on all target tasks."""
     grid = run.grid(GRID)
     settings = grid["transfer"]
     grid["tasks"] = {**grid["tasks"], **settings.get("more", {})}
@@ -42,16 +43,16 @@ def declare(run: Run) -> None:
             }
             given = {"row": method, "metrics": {task: grid["metrics"][task] for task in tasks}}
             run.measure(f"{method} transfer", seed, measure_transfer, stages, given)
-        any_method = run.rows(settings["methods"])[:1]  # the baseline needs its data alone
+        any_method = run.rows(settings["methods"])[:1]  # the baseline uses only its data
         for cell in cells(grid, [model], tasks, any_method, seed):
             majority(run, grid, cell)
 
 
 def measure_transfer(m: Measuring) -> Iterator[Row]:
-    """Accuracy of each source's model on each target's test part.
+    """Accuracy of the model tuned on each source task, on each target task's test part.
 
-    Settings: `row` in the table; `metrics`: the metric of each task, by which the best of several
-    trainings on it is chosen.
+    Settings: `row` in the table; `metrics`: for each task, the metric that chooses the best of its
+    trainings.
     """
     trials: dict[str, list[Finished]] = {}
     for name, trial in m.stages.items():
@@ -71,7 +72,7 @@ def measure_transfer(m: Measuring) -> Iterator[Row]:
 
 
 def report(table: pd.DataFrame, run: Run) -> list[str]:
-    """A matrix for each method."""
+    """For each method, a table of accuracies by source and target."""
     settings = run.grid(GRID)["transfer"]
     tasks, model = chosen(run, "tasks", settings["tasks"]), settings["model"]
     parts = [

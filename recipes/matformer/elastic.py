@@ -1,12 +1,12 @@
-"""A pre-trained decoder made elastic: one fine-tuning, many sizes.
+"""Fine-tune a pre-trained decoder so that smaller models of many sizes can be taken from it.
 
-Sorts the decoder's neurons by importance on calibration text (its function stays the same), nests
-it, and fine-tunes it by sampling granularities. Beside it stand the same without sorting, the same
+Sorts the decoder's neurons by importance on calibration text (its outputs stay the same), nests it,
+and fine-tunes it by sampling granularities. The baselines are the same without sorting, the same
 with distillation from the frozen original, and the dense model fine-tuned on as many tokens. Writes
 a table of sizes, perplexities and tokens a second, slices.json (widths by layer with their scores),
 and the submodels as plain transformers folders.
 
-    python -m recipes.matformer.elastic                         a minute, on a decoder trained first
+    python -m recipes.matformer.elastic                         a minute, on a decoder trained here
     python -m recipes.matformer.elastic --preset small          SmolLM2-135M, see `make weights`
     python -m recipes.matformer.elastic --preset paper --elastic.model.architecture NAME_OR_FOLDER
 """
@@ -60,10 +60,10 @@ UNTRAINED = {
     "sorted, untrained": "sorted, not fine-tuned",
     "as it stands": "not sorted, not fine-tuned",
 }
-EXPORTED = "elastic"  # the row whose uniform sizes, and one Mix'n'Match size, are written
+EXPORTED = "elastic"  # the row whose uniform sizes, and one Mix'n'Match size, are saved
 BETWEEN = 1  # Mix'n'Match sizes between neighbouring granularities
 
-HALF = {"set": "L"}  # of the feed-forward
+HALF = {"set": "L"}  # half of the feed-forward neurons
 FULL = {"set": "XL"}
 LEARNT = Comparison("loss", {"row": "untouched", **FULL}, {"row": "dense", **FULL}, digits=3)
 
@@ -108,31 +108,31 @@ CLAIMS = [
 
 
 def declare(run: Run) -> None:
-    """Sort the decoder's neurons, fine-tune every row, and measure it."""
+    """Declare sorting the decoder's neurons, then the training and scores of every row."""
     grid = run.grid("elastic_grid")
     rows = run.rows(ROWS)
     settings = run.parsed("elastic")
     for seed in run.seeds:
-        before = {}
+        base = {}
         if grid["base"]:
-            before["base"] = run.stage("base", grid["base"], seed, {"model.fractions": None})
-        preparing = {
+            base["base"] = run.stage("base", grid["base"], seed, {"model.fractions": None})
+        preparation = {
             "architecture": settings.model.init_args.architecture,
             "data": settings.data.init_args.as_dict(),
             "batches": grid["calibration_batches"],
             "parts": grid["parts"],
         }
-        prepared = run.measure("prepared", seed, prepare, before, preparing)
+        prepared = run.measure("prepared", seed, prepare, base, preparation)
         stages = {row: run.stage(row, "elastic", seed, varied(row, prepared, grid)) for row in rows}
-        looking = {"fractions": settings.model.init_args.fractions, "timed": grid["timed_tokens"]}
+        scoring = {"fractions": settings.model.init_args.fractions, "timed": grid["timed_tokens"]}
         first = {"prepared": prepared, **dict(list(stages.items())[:1])}
-        run.measure("untrained", seed, measure_untrained, first, looking)
+        run.measure("untrained", seed, measure_untrained, first, scoring)
         for row, stage in stages.items():
-            run.measure(f"sizes of {row}", seed, measure_sizes, {row: stage}, looking)
+            run.measure(f"sizes of {row}", seed, measure_sizes, {row: stage}, scoring)
 
 
 def varied(row: str, prepared: Any, grid: dict[str, Any]) -> dict[str, Any]:
-    """The settings that make a row what it is."""
+    """The settings in which a row's stage differs from elastic.yaml."""
     folder = prepared / ("original" if row == "unsorted" else "sorted")
     changed: dict[str, Any] = {"model.architecture": folder, "model.pretrained": True}
     if row == "dense":
@@ -170,7 +170,7 @@ def _save(model: Any, tokenizer: Any, folder: Path) -> None:
 
 def measure_untrained(m: Measuring) -> Iterator[Row]:
     """Score every granularity of the decoder before fine-tuning, without and with sorting."""
-    (name,) = (name for name in m.stages if name != "prepared")
+    (name,) = (name for name in m.stages if name != "prepared")  # for its data only
     data = m.datamodule(name)
     for row, folder in {"as it stands": "original", "sorted, untrained": "sorted"}.items():
         path = str(m.stages["prepared"].folder / folder)
@@ -216,14 +216,14 @@ def measure_sizes(m: Measuring) -> Iterator[Row]:
 
 
 def tokens_a_second(model: Any, data: Any, count: int) -> float | None:
-    """Speed of greedy decoding of one sequence, the median of three times.
+    """Speed of greedy decoding of one sequence, the median of three measurements.
 
     None if other programs used the machine meanwhile.
     """
     prompt = data.samples("val")[0]["input_ids"][None, : data.length // 2].to(device())
     prompt = prompt[:, : model.config.max_position_embeddings - count]
     seconds, others = [], OthersAtWork()
-    for _ in range(4):  # the first is slower
+    for _ in range(4):  # the first, a warm-up, is not counted
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         start = time.perf_counter()

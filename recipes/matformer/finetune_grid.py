@@ -1,11 +1,11 @@
-"""Pre-train plain or nested, fine-tune plain or nested: the grid of Table 7.
+"""Pre-training and fine-tuning, each with a plain or a nested model: the grid of Table 7.
 
-ViT → ViT pre-trains and fine-tunes an independent model at each size. ViT → MatViT makes a
-pre-trained plain XL elastic by fine-tuning alone, its neurons nested as they lie, as in the paper.
-ViT, sorted → MatViT, which is not in the paper, sorts them by importance before (finetune.yaml says
-how to do either with any timm ViT). MatViT → ViT fine-tunes the XL of a nested pre-training as a
-plain model, MatViT → MatViT keeps it nested. At both stages a plain model trains for a quarter of
-the nested one's epochs, as in recipes.matformer.matvit.
+ViT → ViT pre-trains and fine-tunes an independent model at each size. ViT → MatViT nests a plain
+pre-trained XL, its neurons in their original order, and fine-tunes it, as in the paper. ViT, sorted
+→ MatViT, which is not in the paper, first sorts the neurons by importance (finetune.yaml says how
+to do either with any timm ViT). MatViT → ViT fine-tunes the XL of a nested pre-training as a plain
+model, MatViT → MatViT keeps it nested. In both stages a plain model trains for a quarter of the
+nested model's epochs, as in recipes.matformer.matvit.
 
     python -m recipes.matformer.finetune_grid --jobs 2         digits 0-4, then 0-9: minutes
     python -m recipes.matformer.finetune_grid --preset small   tiny-imagenet, then CIFAR-10
@@ -52,26 +52,26 @@ BATCHES = 8  # of training images, on which importance is measured
 
 
 def declare(run: Run) -> None:
-    """Pre-train, fine-tune and score every row."""
+    """Declare the pre-training, fine-tuning and scores of every row."""
     rows = run.rows(ROWS)
     for seed in run.seeds:
         for row in rows:
-            before, after = row.split("_")
+            pretraining, finetuning = row.split("_")
             start: Mapping[str, Node | Artifact]
             if row == "vit_vit":
                 start = matvit.independents(run, "pretrain", seed, "pretrain")
-            elif before == "matvit":
+            elif pretraining == "matvit":
                 start = {"XL": run.stage("pretrain_matvit", "pretrain", seed)}
             else:
                 plain = matvit.independents(run, "pretrain", seed, "pretrain", only="XL")
                 start = plain
-                if before == "sorted":
+                if pretraining == "sorted":
                     start = {"XL": run.measure("sorted", seed, sort, {**plain}) / SORTED}
-            if after == "matvit":
-                begin = {"model.init_from": start["XL"]}
-                model = run.stage(f"finetune_{row}", "finetune", seed, varied=begin)
-                nested = matvit.measure_nested
-                run.measure(f"score {row}", seed, nested, {"model": model}, {"row": row})
+            if finetuning == "matvit":
+                weights = {"model.init_from": start["XL"]}
+                model = run.stage(f"finetune_{row}", "finetune", seed, varied=weights)
+                measure = matvit.measure_nested
+                run.measure(f"score {row}", seed, measure, {"model": model}, {"row": row})
                 continue
             only = "" if len(start) > 1 else "XL"
             models = matvit.independents(run, "finetune", seed, f"finetune_{row}", start, only)

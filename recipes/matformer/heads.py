@@ -1,8 +1,8 @@
 """Nesting attention heads instead of feed-forward neurons (Appendix F.2).
 
 A MatViT whose granularities use the first 1/4, 1/2, 3/4 and all heads of every attention, beside
-the MatViT with nested feed-forward networks of recipes.matformer.matvit, which is trained unless it
-is there.
+the MatViT with nested feed-forward networks of recipes.matformer.matvit, which is trained here if
+that experiment has not been run.
 
     python -m recipes.matformer.heads --jobs 2                   handwritten numbers, on a CPU
     python -m recipes.matformer.heads --preset small --seeds 3   tiny-imagenet of $RECIPES_DATA
@@ -25,7 +25,7 @@ FRACTIONS = [0.25, 0.5, 0.75, 1.0]  # of the heads
 
 
 def declare(run: Run) -> None:
-    """Train and score both."""
+    """Declare the training and the scores of both models."""
     for seed in run.seeds:
         heads = {"model.part": "heads", "model.fractions": FRACTIONS}
         models = {

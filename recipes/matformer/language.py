@@ -1,4 +1,4 @@
-"""Loads trained language models, takes submodels of them, and scores them side by side."""
+"""Loading trained language models, taking submodels of them, and scoring them together."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -33,7 +33,7 @@ def submodels(model: nn.Module, chosen: Iterable[Sequence[int]]) -> dict[str, Mo
 
 
 def plain(model: nn.Module) -> Model:
-    """The largest submodel of a nested model, or a plain model."""
+    """A plain model (or a nested one at its current granularity) as a function of tokens."""
     return partial(_logits, model, None)
 
 
@@ -75,14 +75,14 @@ def score(
 
 
 def scored_text(table: pd.DataFrame) -> str:
-    """Which tokens the losses in a table are of, in words."""
+    """Words for the report: the tokens on which a table's losses were measured."""
     counts = table.loc[table["metric"] == "tokens scored", "value"]
     how_many = f"{counts.max():,.0f}" if len(counts) else "up to data.eval_tokens"
     return f"{how_many} tokens from the beginning of the validation text, each scored once"
 
 
 def sizes(model: Any, granularity: Sequence[int] | None) -> dict[str, int]:
-    """Parameters of a submodel (of a plain model with None), with and without embeddings."""
+    """Parameters with and without embeddings of a submodel, or with None of a plain model."""
     small = model if granularity is None else extract(model, granularity)
     return {"parameters": count_parameters(small), "non_embedding": count_non_embedding(small)}
 
@@ -92,7 +92,7 @@ def rows_of(
     scores: Mapping[str, Mapping[str, float]],
     costs: Mapping[str, Mapping[str, float | None]],
 ) -> Iterator[Row]:
-    """A line for each number: `row` is the method, `set` the size."""
+    """Table rows of several models' scores and costs: `row` is the method, `set` the size."""
     for label, values in scores.items():
         for metric, value in {**values, **costs[label]}.items():
             yield Row(method, metric, value, set=label)

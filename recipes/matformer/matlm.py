@@ -1,4 +1,4 @@
-"""MatLM: one elastic language model beside the models it replaces.
+"""MatLM: train a nested language model and compare it with separately trained ones.
 
 Trains, at equal tokens, MatLM with sampled granularities (the paper), four independent decoders,
 joint training of all granularities (DynaBERT) and a random granularity per layer (OFA); further
@@ -57,10 +57,10 @@ XL_BEATS_S = Comparison(
     {"row": INDEPENDENT, "set": "S"},
     {"row": INDEPENDENT, "set": "XL"},
     0.02,
-    where={"set": ["S", "XL"]},  # naming sets makes it one gate for all sets, not one for each
+    where={"set": ["S", "XL"]},  # one gate for both sets, not one for each
     digits=3,
 )
-HAS_LEARNT = Comparison(  # Corrections: trained until the validation loss stops falling
+HAS_LEARNT = Comparison(  # in the last quarter of training the loss falls by less than 0.05 nats
     "val_loss", {"row": INDEPENDENT, "x": 4.0}, {"row": INDEPENDENT, "x": 3.0}, -0.05,
     where={"set": ["S", "XL"]}, mean_over="set", digits=3,
 )  # fmt: skip
@@ -68,12 +68,13 @@ METRICS = {"loss": "loss", "agreement": "equal greedy tokens, %", "kl": "KL(XL â
 
 
 def _claim(name: str, sentence: str, where: str, number: str, *tests: Comparison) -> Claim:
-    beside_alone = any(INDEPENDENT in (_row(test.a), _row(test.b)) for test in tests)
-    gates = [XL_BEATS_S, HAS_LEARNT] if beside_alone else XL_BEATS_S
+    with_independent = any(INDEPENDENT in (_row(test.a), _row(test.b)) for test in tests)
+    gates = [XL_BEATS_S, HAS_LEARNT] if with_independent else XL_BEATS_S
     return Claim(name, "MatFormer", sentence, where, number, tests, gates)
 
 
 def _row(side: Any) -> Any:
+    """The row that one side of a Comparison selects."""
     return side["row"] if isinstance(side, dict) else side
 
 
@@ -152,7 +153,7 @@ CLAIMS = [
 
 
 def declare(run: Run) -> None:
-    """Train every row, and measure it."""
+    """Declare the training and the measurements of every row, for each seed."""
     main = [*NESTED, INDEPENDENT, *PROBABILITIES]
     rows = run.rows([*main, "widths"], ROWS.get(run.preset, main))
     for seed in run.seeds:
@@ -166,10 +167,10 @@ def declare(run: Run) -> None:
         if alone:
             run.measure("sizes of independent", seed, measure_independent, alone)
             run.measure("training of independent", seed, measure_training, alone)
-        drafting = {"model": stages["matlm"]} if "matlm" in stages else {}
-        drafting |= {name: alone[name] for name in ("S", "XL") if alone}
-        if drafting:
-            run.measure("drafts", seed, measure_drafts, drafting)
+        draft_models = {"model": stages["matlm"]} if "matlm" in stages else {}
+        draft_models |= {name: alone[name] for name in ("S", "XL") if alone}
+        if draft_models:
+            run.measure("drafts", seed, measure_drafts, draft_models)
         if "matlm" in stages:
             orders = {"pairs": SEARCH_PAIRS if run.preset != "tiny" else 12}
             run.measure("orders", seed, measure_orders, {"model": stages["matlm"]}, orders)
@@ -177,7 +178,7 @@ def declare(run: Run) -> None:
             declare_widths(run, seed)
 
 
-# What a preset trains without --rows; others train all but the widths.
+# Rows that a preset trains without --rows; presets not listed train all but `widths`.
 ROWS = {
     "tiny": ["matlm", "joint", "per_layer", INDEPENDENT],
     "small": [*NESTED, INDEPENDENT, *PROBABILITIES, "widths"],
@@ -186,7 +187,7 @@ WIDTHS = (1 / 4, 1 / 2, 3 / 4, 1)  # of the preset's hidden size, for the scalin
 
 
 def nested(run: Run, row: str, seed: int, **settings: Any) -> Stage:
-    """A nested training on 4X tokens."""
+    """Declare the training of a nested row, on 4X tokens."""
     quarter = {
         "trainer.max_steps": lambda c: c.trainer.max_steps // 4,
         "model.warmup_steps": quarter_of_warmup,
@@ -207,20 +208,28 @@ def nested(run: Run, row: str, seed: int, **settings: Any) -> Stage:
 
 
 def quarter_of_warmup(c: Any) -> float:
-    """Steps of warm-up of a training with a quarter of the steps: the same share of them."""
+    """Warm-up of a training with a quarter of the steps; a share of them (below 1) stays."""
     steps = c.model.init_args.warmup_steps
     return steps if steps < 1 else steps // 4
 
 
 def sampler(**settings: Any) -> list[dict[str, Any]]:
-    """trainer.callbacks with another way of drawing granularities."""
+    """The setting `trainer.callbacks`: GranularitySampling with these arguments."""
     return [
         {"class_path": "callbacks.granularity.GranularitySampling", "init_args": dict(settings)}
     ]
 
 
 def independent(run: Run, seed: int, name: str, index: int, scale: float = 1.0) -> Stage:
-    """A plain decoder of one granularity's width, on X tokens (Appendix B.3)."""
+    """Declare the training of a plain decoder of one size, on X tokens (Appendix B.3).
+
+    Args:
+        run: receives the stage.
+        seed: of the stage.
+        name: of the stage.
+        index: of the size in S, M, L, XL.
+        scale: factor on the hidden size, for the scaling law.
+    """
 
     def model_args(c: Any) -> dict[str, Any]:
         fraction = c.model.init_args.fractions["ffn"][index]
@@ -243,7 +252,7 @@ def independent(run: Run, seed: int, name: str, index: int, scale: float = 1.0) 
 
 def scaled(arguments: dict[str, Any], scale: float) -> dict[str, Any]:
     """A decoder's configuration with another width and the same number of heads."""
-    heads = 2 * arguments["num_attention_heads"]  # a head needs an even size, for its rotations
+    heads = 2 * arguments["num_attention_heads"]  # rotary positions need an even head size
     width = max(heads, round(arguments["hidden_size"] * scale / heads) * heads)
     ratio = width / arguments["hidden_size"]
     inner = round(arguments["intermediate_size"] * ratio)
@@ -251,12 +260,12 @@ def scaled(arguments: dict[str, Any], scale: float) -> dict[str, Any]:
 
 
 def declare_widths(run: Run, seed: int) -> None:
-    """MatLM and an independent XL at several widths, for the scaling law."""
+    """Declare MatLM and an independent XL at several hidden sizes, for the scaling law."""
     arguments = run.parsed("matlm").model.init_args.model_args
     for scale in WIDTHS:
         smaller = scaled(arguments, scale)
         name = f"d{smaller['hidden_size']}"
-        # the full width is the main rows' own training
+        # at full width the main rows' stages are reused
         varied = {} if scale == 1 else {"model.model_args": smaller}
         stage = nested(run, "matlm" if scale == 1 else f"matlm_{name}", seed, **varied)
         settings = {"row": "matlm", "between": 0, "suffix": f" {name}"}

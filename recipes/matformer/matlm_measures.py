@@ -27,7 +27,7 @@ ORDERS: tuple[Order, ...] = get_args(Order)
 
 
 def measure_sizes(m: Measuring) -> Iterator[Row]:
-    """Every granularity and the Mix'n'Match sizes between them, compared with the largest."""
+    """Score every granularity and the Mix'n'Match sizes between them, beside the largest."""
     model, data = load(m.stages["model"].checkpoint), m.datamodule("model")
     suffix = m.settings.get("suffix", "")
     chosen = ladder(model, m.settings.get("between", BETWEEN))[::-1]
@@ -38,22 +38,24 @@ def measure_sizes(m: Measuring) -> Iterator[Row]:
     }
     row = m.settings["row"]
     yield from rows_of(row, *(_named(part, suffix) for part in (scores, costs)))
-    if below := [_below(scores, costs, label, nesting.names) for label in scores if "*" in label]:
-        yield Row(row, "below the line", sum(below) / len(below))
+    mixed = [label for label in scores if "*" in label]
+    if gaps := [_below_line(scores, costs, label, nesting.names) for label in mixed]:
+        yield Row(row, "below the line", sum(gaps) / len(gaps))
 
 
-def _below(
+def _below_line(
     scores: dict[str, Any], costs: dict[str, Any], label: str, uniform: Sequence[str]
 ) -> float:
     """How far a size's loss lies below the line through the trained sizes around it, in nats."""
-    at, losses = zip(
+    parameters, losses = zip(
         *((costs[name]["non_embedding"], scores[name]["loss"]) for name in uniform), strict=True
     )
-    return float(np.interp(costs[label]["non_embedding"], at, losses)) - scores[label]["loss"]
+    on_line = float(np.interp(costs[label]["non_embedding"], parameters, losses))
+    return on_line - scores[label]["loss"]
 
 
 def measure_independent(m: Measuring) -> Iterator[Row]:
-    """The independent models, compared with the largest of them."""
+    """Score the independent models, and compare each with the largest of them."""
     models = {name: load(m.stages[name].checkpoint) for name in reversed(list(m.stages))}
     data = m.datamodule(next(iter(models)))
     vocabulary = next(iter(models.values())).config.vocab_size
@@ -66,8 +68,8 @@ def measure_independent(m: Measuring) -> Iterator[Row]:
 def measure_training(m: Measuring) -> Iterator[Row]:
     """The validation loss of each independent model after each quarter (x) of its training.
 
-    What it still falls in the last quarter says whether a model had learnt what it could. A
-    training that validated fewer than four times has no rows.
+    Its fall in the last quarter shows how far the training was from convergence. A stage with fewer
+    than four validations yields no rows.
     """
     for name, stage in m.stages.items():
         losses = stage.history.get("val/loss", [])
@@ -92,7 +94,7 @@ def tokens(m: Measuring, name: str) -> int:
 def measure_drafts(m: Measuring) -> Iterator[Row]:
     """The share of drafted tokens that XL accepts, from its own S or one trained alone (Table 2).
 
-    MatLM's S also drafts with a cache of its own, to see what the shared cache changes.
+    MatLM's S also drafts with a separate cache, to show the effect of sharing XL's.
     """
     pairs: dict[str, tuple[Any, Any]] = {}
     if "model" in m.stages:
@@ -113,22 +115,22 @@ def measure_drafts(m: Measuring) -> Iterator[Row]:
 
 
 def measure_orders(m: Measuring) -> Iterator[Row]:
-    """Mix'n'Match beside other orders of the same layers, search, and layers of S and XL only.
+    """Compare Mix'n'Match with other orders, with search, and with layers of S and XL only.
 
-    Section 3.3, Appendix D.1, at Table 5's budgets. The search learns from losses on every other
-    window of the validation text; all are compared on the remaining windows. S and XL only (`ends`)
-    is compared with Mix'n'Match within the hidden neurons that it has (`least_slope`), since in few
-    layers it can be far below a budget.
+    Section 3.3, Appendix D.1, at Table 5's budgets. The search's predictor is fitted to losses on
+    every other window of the validation text; all configurations are compared on the remaining
+    windows. Layers of S and XL only (`ends`) cannot meet every budget when there are few layers:
+    they are compared with Mix'n'Match of at most as many hidden neurons (`least_slope`).
     """
     model, data = load(m.stages["model"].checkpoint), m.datamodule("model")
-    learn, judge = halves(data.samples("val"), data.eval_batch_size)
+    fitting, comparing = halves(data.samples("val"), data.eval_batch_size)
     nesting, vocabulary = nesting_of(model), model.config.vocab_size
     layers, widths = len(nesting.layers), nesting.layers[0].widths
     largest = [len(widths) - 1] * layers
-    pairs = sample_configurations(layers, len(widths), m.settings["pairs"], m.seed)
-    seen = score(submodels(model, [largest, *pairs]), learn, vocabulary)
-    losses = [seen[nesting.label(mix)]["loss"] for mix in pairs]
-    predictor = fit_predictor(pairs, losses, m.seed)
+    sampled = sample_configurations(layers, len(widths), m.settings["pairs"], m.seed)
+    fitted = score(submodels(model, [largest, *sampled]), fitting, vocabulary)
+    losses = [fitted[nesting.label(mix)]["loss"] for mix in sampled]
+    predictor = fit_predictor(sampled, losses, m.seed)
     yield Row("search", "predictor_mse", predictor.mse)
     yield Row("search", "predictor_mse of the mean", predictor.baseline_mse)
 
@@ -137,12 +139,12 @@ def measure_orders(m: Measuring) -> Iterator[Row]:
 
     def compared(chosen: dict[str, list[int]], metric: str, name: str) -> Iterator[Row]:
         configurations = {tuple(one): None for one in (largest, *chosen.values())}
-        scores = score(submodels(model, configurations), judge, vocabulary)
+        scores = score(submodels(model, configurations), comparing, vocabulary)
         for row, configuration in chosen.items():
             yield Row(row, metric, scores[nesting.label(configuration)]["loss"], set=name)
             yield Row(row, "hidden neurons", neurons(configuration), set=name)
 
-    counts = set()
+    counts = set()  # of XL layers in `ends`, the most that each budget allows
     for title, (level, share) in BUDGETS.items():
         raised = round(layers * share)
         mix = [level] * (layers - raised) + [level + 1] * raised
@@ -150,7 +152,7 @@ def measure_orders(m: Measuring) -> Iterator[Row]:
         chosen["search"] = evolve(predictor, [widths] * layers, neurons(mix), seed=m.seed)
         yield from compared(chosen, "loss at budget", title)
         counts.add(max(1, (neurons(mix) - layers * widths[0]) // (widths[-1] - widths[0])))
-    for count in sorted(counts):  # layers of XL, the others of S
+    for count in sorted(counts):
         ends = [0] * (layers - count) + [len(widths) - 1] * count
         least_slope = mix_and_match([widths] * layers, neurons(ends))
         chosen = {"ends": ends, "least_slope": least_slope}

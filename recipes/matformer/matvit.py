@@ -1,4 +1,4 @@
-"""MatViT: one elastic vision Transformer beside the models it replaces.
+"""MatViT: train a nested vision Transformer and compare it with separately trained ones.
 
 Trains MatViT with sampled granularities (the paper) and four independent ViTs; also, as baselines,
 joint training of all granularities, on the same batch with the sum of their losses (the released
@@ -10,8 +10,8 @@ Then scores every granularity, the Mix'n'Match sizes between them and the baseli
     python -m recipes.matformer.matvit --preset paper --data.root /data/imagenet
     python -m recipes.matformer.matvit --rows matvit,independent     the paper's main comparison
 
-MatViT trains for 4X epochs, which is the file's `max_epochs`, and an independent model for X
-(Appendix B.3).
+MatViT trains for 4X epochs, the `max_epochs` of the YAML file, and each independent model for X
+epochs (Appendix B.3).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -51,7 +51,7 @@ COUNT = len(GRANULARITIES)
 
 
 def declare(run: Run) -> None:
-    """Train every row, and measure it."""
+    """Declare the training and the scores of every row, for each seed."""
     rows = run.rows(ROWS)
     for seed in run.seeds:
         for row in rows:
@@ -66,7 +66,7 @@ def declare(run: Run) -> None:
 
 
 def nested(run: Run, row: str, seed: int) -> Stage:
-    """The training of a nested model, one of ROWS."""
+    """Declare the training of a nested row, which is any of ROWS but `independent`."""
     varied: dict[str, dict[str, Any]] = {
         "matvit": {},
         "joint": {"model.joint": "sum"},
@@ -74,26 +74,27 @@ def nested(run: Run, row: str, seed: int) -> Stage:
         "per_layer": {"trainer.callbacks": [sampler(per_layer=True)]},
     }
     derived: dict[str, dict[str, Callable[[Any], Any]]] = {
-        # every image goes through all granularities: X epochs, as many updates as an independent
+        # every image goes through all granularities: X epochs, with as many updates as an
+        # independent model
         "joint": quarter(),
-        # batches four times as large: 4X epochs, again as many updates as an independent
+        # batches four times as large: 4X epochs, again with as many updates
         "dynabert": {"data.batch_size": lambda s: s.data.init_args.batch_size * COUNT},
     }
     return run.stage(row, "matvit", seed, varied=varied[row], derived=derived.get(row))
 
 
 def sampler(**settings: Any) -> dict[str, Any]:
-    """GranularitySampling with further arguments, as a setting."""
+    """An entry of `trainer.callbacks`: GranularitySampling with these arguments."""
     return {"class_path": SAMPLER, "init_args": settings}
 
 
 def quarter() -> dict[str, Callable[[Any], Any]]:
-    """Settings that train for X epochs, where the file says 4X."""
+    """Derived settings of a training for X epochs, where the YAML file has 4X."""
     return {"trainer.max_epochs": epochs, "trainer.check_val_every_n_epoch": interval}
 
 
 def epochs(settings: Any) -> int:
-    """X, a quarter of the file's epochs.
+    """X, a quarter of the YAML file's epochs.
 
     Raises:
         ValueError: if it is not a whole number.
@@ -108,7 +109,7 @@ def epochs(settings: Any) -> int:
 
 
 def interval(settings: Any) -> int:
-    """Epochs between validations, likewise a quarter of the file's."""
+    """Epochs between validations: a quarter of the YAML file's, at least 1."""
     return max(1, settings.trainer.check_val_every_n_epoch // COUNT)
 
 
@@ -120,15 +121,15 @@ def independents(
     start: Mapping[str, Node | Artifact] | None = None,
     only: str = "",
 ) -> dict[str, Stage]:
-    """Plain models of the four sizes, trained for X epochs each.
+    """Declare the trainings of plain models of the four sizes, for X epochs each.
 
     Args:
         run: receives the stages.
-        config: the nested stage whose sizes they have.
+        config: the YAML file of the nested model whose sizes are trained.
         seed: of the stages.
-        prefix: of their names.
-        start: whose weights each size begins with.
-        only: one of the sizes, and no other.
+        prefix: of the stages' names.
+        start: for each size, the stage or file whose weights it starts from; None: random weights.
+        only: the one size to train; all four if empty.
     """
     return {
         size: run.stage(
@@ -147,7 +148,11 @@ def independents(
 
 
 def narrow(place: int) -> Callable[[Any], dict[str, Any]]:
-    """Arguments of a plain model as wide as a granularity of the paper's fractions, 1/8 to 1."""
+    """A function from a stage's settings to the `model_args` of a plain model of one size.
+
+    Args:
+        place: of the size in S, M, L, XL, whose feed-forward fractions are 1/8, 1/4, 1/2 and 1.
+    """
 
     def arguments(settings: Any) -> dict[str, Any]:
         model = settings.model.init_args
@@ -159,7 +164,7 @@ def narrow(place: int) -> Callable[[Any], dict[str, Any]]:
 
 
 def hidden_ratio(architecture: str, model_args: dict[str, Any]) -> float:
-    """Hidden neurons of a feed-forward layer for each of its outputs."""
+    """Width of the feed-forward layers relative to the model's (timm's `mlp_ratio`)."""
     if "mlp_ratio" in model_args:
         return model_args["mlp_ratio"]
     with torch.device("meta"):
@@ -178,7 +183,7 @@ def measure_nested(m: Measuring) -> Iterator[Row]:
 
 
 def measure_alone(m: Measuring) -> Iterator[Row]:
-    """Score plain models of several sizes beside the largest of them."""
+    """Score plain models of several sizes, and compare each with the largest of them."""
     data = m.datamodule(next(iter(m.stages)))
     models = [
         submodel(load(stage.checkpoint), data.image_size, None, label=size)
@@ -189,14 +194,14 @@ def measure_alone(m: Measuring) -> Iterator[Row]:
 
 
 def measure_orders(m: Measuring) -> Iterator[Row]:
-    """Mix'n'Match beside other configurations of like size (Section 3.3, Appendix D.1).
+    """Compare Mix'n'Match with other configurations of its size (Section 3.3, Appendix D.1).
 
-    Beside other orders of the same layers, beside [S … S, XL … XL], and beside evolutionary
-    search, whose predictor learns from losses on every other validation image; all are compared on
-    the remaining ones.
+    The others are the same layers in other orders, [S … S, XL … XL], and the result of an
+    evolutionary search. The search's predictor is fitted to losses on every other validation image;
+    all configurations are compared on the remaining images.
     """
     data, model = m.datamodule("model"), load(m.stages["model"].checkpoint)
-    learn, judge = halves(data.val_set, data.eval_batch_size)
+    fitting, comparing = halves(data.val_set, data.eval_batch_size)
     costs, _ = layer_costs(model, "parameters")
     layers, sizes = len(costs), len(costs[0])
 
@@ -205,14 +210,14 @@ def measure_orders(m: Measuring) -> Iterator[Row]:
 
     def losses(chosen: dict[str, list[int]], loader: Any) -> dict[str, float]:
         models = {name: submodel(model, data.image_size, mix) for name, mix in chosen.items()}
-        single = list({one.label: one for one in models.values()}.values())
-        scores = score(single, loader, largest, "orders")
-        return {name: scores[one.label]["loss"] for name, one in models.items()}
+        distinct = list({model.label: model for model in models.values()}.values())
+        scores = score(distinct, loader, largest, "orders")
+        return {name: scores[model.label]["loss"] for name, model in models.items()}
 
     largest = submodel(model, data.image_size, [sizes - 1] * layers)
-    pairs = sample_configurations(layers, sizes, min(SEARCH_PAIRS, sizes**layers), m.seed)
-    seen = losses({str(place): list(mix) for place, mix in enumerate(pairs)}, learn)
-    predictor = fit_predictor(pairs, list(seen.values()), m.seed)
+    sampled = sample_configurations(layers, sizes, min(SEARCH_PAIRS, sizes**layers), m.seed)
+    targets = losses({str(place): list(mix) for place, mix in enumerate(sampled)}, fitting)
+    predictor = fit_predictor(sampled, list(targets.values()), m.seed)
     yield Row(row="search", metric="predictor_mse", value=predictor.mse)
     yield Row(row="search", metric="predictor_variance", value=predictor.baseline_mse)
 
@@ -221,14 +226,14 @@ def measure_orders(m: Measuring) -> Iterator[Row]:
         chosen: dict[str, list[int]] = {order: arrange(mix, order) for order in ORDERS}
         chosen["search"] = evolve(predictor, costs, cost(mix), seed=m.seed)
         name = nesting_of(model).label(mix)
-        for row, loss in losses(chosen, judge).items():
+        for row, loss in losses(chosen, comparing).items():
             yield Row(row=row, set=name, metric="loss", value=loss)
             yield Row(row=row, set=name, metric="cost", value=cost(chosen[row]))
     for count in range(1, layers):
         ends = [0] * (layers - count) + [sizes - 1] * count
         chosen = {"ends": ends, "least_slope": mix_and_match(costs, cost(ends))}
         name = nesting_of(model).label(ends)
-        for row, loss in losses(chosen, judge).items():
+        for row, loss in losses(chosen, comparing).items():
             yield Row(row=row, set=name, metric="loss", value=loss)
             yield Row(row=row, set=name, metric="cost", value=cost(chosen[row]))
 
@@ -293,7 +298,7 @@ def compared(
 
 
 def report_orders(table: pd.DataFrame) -> list[str]:
-    """Mix'n'Match beside other orders and beside search."""
+    """Paragraphs that compare Mix'n'Match with other orders and with the search."""
     orders = select(table, {"stage": "orders"})
     mixes = list(unique(select(orders, {"row": "increase"}), "set"))
     ends = list(unique(select(orders, {"row": "ends"}), "set"))
@@ -334,9 +339,9 @@ def report_orders(table: pd.DataFrame) -> list[str]:
 
 
 def size_matters(row: str) -> Comparison:
-    """The gate of this paper's claims on images: a row's XL is more accurate than its S."""
+    """The condition for judging claims on images: a row's XL is more accurate than its S."""
     large, small = ({"row": row, "set": size} for size in ("XL", "S"))
-    # naming sets makes it one gate for all sets, not one for each
+    # `where` names the sets, so that this is one gate and not one for each set
     return Comparison("accuracy", large, small, where={"set": ["S", "XL"]}, scale=100, digits=1)
 
 

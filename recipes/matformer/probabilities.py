@@ -1,8 +1,8 @@
 """How often to train which granularity: the five rows of Table 6, each a MatViT.
 
 In the paper, drawing XL more often improves XL at the cost of S, and the other way round. The row
-of equal probabilities is the MatViT of recipes.matformer.matvit, which is trained unless it is
-there.
+of equal probabilities is the MatViT of recipes.matformer.matvit; it is trained here if that
+experiment has not been run.
 
     python -m recipes.matformer.probabilities --jobs 2           handwritten numbers, on a CPU
     python -m recipes.matformer.probabilities --preset small     tiny-imagenet of $RECIPES_DATA
@@ -43,7 +43,7 @@ def name(row: Sequence[float]) -> str:
 
 
 def declare(run: Run) -> None:
-    """Train and score every row."""
+    """Declare the training and the scores of every row."""
     chosen = run.rows(map(name, TABLE_6))
     for seed in run.seeds:
         for row in TABLE_6:
@@ -58,7 +58,7 @@ def declare(run: Run) -> None:
 
 
 def training(run: Run, row: Sequence[float], seed: int) -> Stage:
-    """MatViT with these probabilities of its granularities."""
+    """Declare the training of MatViT with these probabilities of S, M, L and XL."""
     if row == UNIFORM:
         return matvit.nested(run.sibling("matformer.matvit"), "matvit", seed)
     sampler = matvit.sampler(probabilities=list(row))

@@ -2,8 +2,9 @@
 
 Documents are the training images, queries the validation images; the score is the share of queries
 whose nearest document has their class (1-NN accuracy on the feature vector). In adaptive retrieval
-(Section 4.2.2, Fig. 5) XL encodes the documents; in traditional retrieval (Table 8) the query's own
-encoder does. The models are those of recipes.matformer.matvit, trained unless they are there.
+(Section 4.2.2, Fig. 5) XL encodes the documents; in traditional retrieval (Table 8) documents and
+queries have the same encoder. The models are those of recipes.matformer.matvit, which are trained
+here if that experiment has not been run.
 
     python -m recipes.matformer.retrieval --jobs 2                   handwritten numbers, on a CPU
     python -m recipes.matformer.retrieval --preset small --seeds 3   tiny-imagenet of $RECIPES_DATA
@@ -39,11 +40,11 @@ TABLE_8 = {  # traditional 1-NN accuracy, % (S, M, L, XL)
     "MatViT-L/16": ("82.14", "82.89", "83.23", "83.67"),
 }
 TOLERANCE = 0.005  # Fig. 5: 40 % less compute for less than 0.5 % of accuracy
-SIZE_MATTERS = 0.01  # from S to XL at least; in Table 8 it is 1.5 to 6 points
+SIZE_MATTERS = 0.01  # least gain from S to XL; in Table 8 it is 1.5 to 6 points
 
 
 def declare(run: Run) -> None:
-    """Train the models of recipes.matformer.matvit, and retrieve with each."""
+    """Declare the models of recipes.matformer.matvit, and retrieval with each."""
     models = run.sibling("matformer.matvit")
     for seed in run.seeds:
         nested = matvit.nested(models, "matvit", seed)
@@ -72,28 +73,28 @@ def measure_alone(m: Measuring) -> Iterator[Row]:
 
 
 def retrieve(family: str, models: list[Submodel], data: ImageData) -> Iterator[Row]:
-    """1-NN accuracy of each model's queries; the last one is the largest."""
+    """1-NN accuracy of each model as query encoder; the last model is XL."""
     corpus = documents(data)
-    largest = encode(models[-1], corpus, f"{FAMILIES[family]}: documents by XL")
+    documents_by_xl = encode(models[-1], corpus, f"{FAMILIES[family]}: documents by XL")
     for model in models:
         title = f"{FAMILIES[family]} {model.label}"
         queries = encode(model, data.val_dataloader(), f"{title}: queries")
         values = {
             "parameters": model.parameters,
             "macs": model.macs,
-            "adaptive": nearest_neighbour_accuracy(*queries, *largest),
+            "adaptive": nearest_neighbour_accuracy(*queries, *documents_by_xl),
         }
         if model.label in GRANULARITIES:
-            same = largest
+            encoded = documents_by_xl
             if model is not models[-1]:
-                same = encode(model, corpus, f"{title}: documents")
-            values["traditional"] = nearest_neighbour_accuracy(*queries, *same)
+                encoded = encode(model, corpus, f"{title}: documents")
+            values["traditional"] = nearest_neighbour_accuracy(*queries, *encoded)
         for metric, value in values.items():
             yield Row(row=family, set=model.label, metric=metric, value=value)
 
 
 def documents(data: ImageData) -> DataLoader:
-    """The training images in order, each once and as evaluation sees it."""
+    """A loader of the training images, in order and with the transform of evaluation."""
     images = ImageSet(data.train_set.items, data.read, data.eval_transform())
     return build_loader(images, data.eval_batch_size, training=False, num_workers=data.num_workers)
 
@@ -105,8 +106,8 @@ def cheapest(table: pd.DataFrame) -> tuple[str, float]:
         return by_seed(table, metric, {"row": "matvit", "set": size}).mean()
 
     sizes = matvit.size_columns(table, {"matvit": ""})
-    enough = [s for s in sizes if mean("adaptive", s) >= mean("adaptive", "XL") - TOLERANCE]
-    label = min(enough, key=lambda size: mean("macs", size))
+    near_xl = [s for s in sizes if mean("adaptive", s) >= mean("adaptive", "XL") - TOLERANCE]
+    label = min(near_xl, key=lambda size: mean("macs", size))
     return label, mean("macs", label) / mean("macs", "XL")
 
 
@@ -155,7 +156,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
 BETTER_THAN_CHANCE = Comparison(
     "traditional", {"row": "matvit", "set": "XL"}, {"row": "chance"}, scale=100, digits=1
 )
-# Where S, too, retrieves as well as XL, a size between them shows nothing.
+# Where S retrieves as well as XL does, a size between them says nothing about the method.
 BETTER_THAN_SMALL = Comparison(
     "traditional",
     {"row": "matvit", "set": "XL"},

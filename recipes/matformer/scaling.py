@@ -7,8 +7,8 @@ A preset varies N alone, by widths. The five sizes of Table 4, which differ in N
 presets with a table each. To fit them together:
 
     tables = [read(f"runs/matformer-matlm/{size}") for size in ("78M", "180M", …)]
-    found = points(pd.concat(tables), "matlm")
-    fit(found["compute"].to_numpy(), found["loss"].to_numpy())
+    models = points(pd.concat(tables), "matlm")
+    fit(models["compute"].to_numpy(), models["loss"].to_numpy())
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ class Fit:
     rmse: float
 
     def predict(self, compute: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The loss at N·D."""
+        """The losses that the law predicts at these N·D."""
         return law(compute, *self.values)
 
 
@@ -45,15 +45,15 @@ def law(compute: NDArray[np.float64], a: float, b: float, c: float) -> NDArray[n
 
 
 def fit(compute: NDArray[np.float64], losses: NDArray[np.float64]) -> Fit:
-    """Least squares for a, b and c.
+    """Fit a, b and c by least squares.
 
-    N·D is divided by its geometric mean first: a is the first term at N·D = 1, far outside the
-    data, where the optimiser could not tell it from b. a and its standard error are then converted
-    back.
+    N·D is first divided by its geometric mean: a is the first term at N·D = 1, far outside the
+    data, where the optimiser could not separate it from b. Afterwards a and its standard error are
+    converted back.
 
     Args:
         compute: N·D of each model.
-        losses: of each model.
+        losses: validation loss of each model.
 
     Raises:
         ValueError: there are fewer than four models, or they do not follow such a law.
@@ -64,12 +64,12 @@ def fit(compute: NDArray[np.float64], losses: NDArray[np.float64]) -> Fit:
     start = (max(float(np.ptp(losses)), 1e-3), -0.1, float(losses.min()) - 0.1)
     bounds = ([0, -2, 0], [np.inf, 0, np.inf])
     try:
-        found, covariance = curve_fit(
+        estimates, covariance = curve_fit(
             law, compute / centre, losses, start, bounds=bounds, maxfev=20_000
         )
     except (RuntimeError, OptimizeWarning) as error:
         raise ValueError(f"the losses follow no such law ({error})") from error
-    scaled, b, c = (float(value) for value in found)
+    scaled, b, c = (float(value) for value in estimates)
     a = scaled * centre**-b
     # a depends on both: da = centre^-b · d(scaled) - a · ln(centre) · db
     gradient = np.array([centre**-b, -a * np.log(centre), 0.0])
@@ -82,7 +82,7 @@ def fit(compute: NDArray[np.float64], losses: NDArray[np.float64]) -> Fit:
 def points(table: pd.DataFrame, row: str) -> pd.DataFrame:
     """N·D and loss of every granularity of a method, one line for each preset and seed.
 
-    Mix'n'Match sizes are left out: no training made them. Tables of several presets may be joined.
+    Mix'n'Match sizes, which are not trained, are left out. Tables of several presets may be joined.
     """
     lines = table[(table["row"] == row) & table["metric"].isin(["loss", "non_embedding", "tokens"])]
     lines = lines[~lines["set"].str.contains("*", regex=False)]
@@ -94,14 +94,14 @@ def points(table: pd.DataFrame, row: str) -> pd.DataFrame:
 
 
 def fit_report(table: pd.DataFrame, run: Run, titles: Mapping[str, str]) -> list[str]:
-    """The law of each method over its widths, a plot, and Table 3 beside it."""
+    """The law fitted to each method's widths, a plot, and the paper's values (Table 3)."""
     if not table["set"].str.contains(" d").any():
         return []
     figure, axis = plt.subplots(figsize=(6, 4.2))
     rows = []
     for place, (row, title) in enumerate(titles.items()):
-        found = points(table, row)
-        compute, losses = found["compute"].to_numpy(float), found["loss"].to_numpy(float)
+        models = points(table, row)
+        compute, losses = models["compute"].to_numpy(float), models["loss"].to_numpy(float)
         axis.plot(compute, losses, "o", color=f"C{place}", label=title)
         try:
             law_of_row = fit(compute, losses)
@@ -115,7 +115,7 @@ def fit_report(table: pd.DataFrame, run: Run, titles: Mapping[str, str]) -> list
             for value, error in zip(law_of_row.values, law_of_row.errors, strict=True)
         ]
         paper = " / ".join(f"{value:g}" for value in PAPER[row])
-        rows.append([title, str(len(found)), *cells, f"{law_of_row.rmse:.2g}", paper])
+        rows.append([title, str(len(models)), *cells, f"{law_of_row.rmse:.2g}", paper])
     axis.set(xscale="log", xlabel="N·D", ylabel="validation loss, nats a token")
     axis.legend()
     save_plot(figure, run.out / "scaling.png")

@@ -1,4 +1,4 @@
-"""Takes submodels of trained models and scores them side by side."""
+"""Taking submodels of trained vision models, and scoring them together."""
 
 import copy
 import itertools
@@ -102,7 +102,7 @@ def ladder(model: nn.Module, between: int) -> list[list[int]]:
 
 
 def halves(samples: Any, batch_size: int) -> tuple[DataLoader, DataLoader]:
-    """Loaders of every other sample: one half to learn from, the other to compare on."""
+    """Loaders of the even and of the odd samples, to fit a predictor on and to compare on."""
     first, second = (
         build_loader(Subset(samples, range(part, len(samples), 2)), batch_size, training=False)
         for part in (0, 1)
@@ -119,7 +119,7 @@ def score(
     Args:
         submodels: scored by label.
         loader: batches of (images, targets).
-        reference: the model that they are compared with.
+        reference: the model that all are compared with, for agreement and KL.
         what: shown beside the progress bar.
 
     Returns:
@@ -145,7 +145,7 @@ def score(
 
 
 def rows_of(row: str, scores: dict[str, dict[str, float]]) -> Iterator[Row]:
-    """The scores of a model's sizes as rows of the table; the size stands under `set`."""
+    """The scores of a model's sizes as rows of the table, the size in the column `set`."""
     for size, values in scores.items():
         for metric, value in values.items():
             yield Row(row=row, set=size, metric=metric, value=value)

@@ -1,9 +1,9 @@
 """Object detection on a dense backbone and on low-rank ones, fine-tuned the same way.
 
 Mask R-CNN on COCO; presets `tiny` and `detr` have Deformable DETR, which needs no compiled operator
-of torchvision. Compared are the dense backbone, the same weights factorised directly, and, with
---repaired, a checkpoint that PELA's intermediate stage has repaired. --larger-batch N also trains
-the last of these with N images per device, in the memory that low rank leaves free (PELA+). Dense
+of torchvision. The rows are the dense backbone, the same weights factorised directly and, with
+--repaired, a checkpoint of PELA's intermediate stage. --larger-batch N trains the last of these
+once more with N images per device, in the memory that low rank saves (PELA+). Dense
 weights come from the stage's YAML, or from --model.init_from.
 
     python -m recipes.pela.detection                             generated shapes, under a minute
@@ -11,7 +11,7 @@ weights come from the stage's YAML, or from --model.init_from.
         --data.root /data/coco
     python -m recipes.pela.detection --preset detr --data.root /data/coco
 
-There is no preset `small`: COCO was not at hand.
+There is no preset `small`, since COCO was not available.
 """
 
 from recipes.experiment import Run

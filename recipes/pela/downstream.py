@@ -1,4 +1,4 @@
-"""What the two downstream experiments share: backbones fine-tuned the same way, and a report."""
+"""Detection and segmentation on dense and low-rank backbones: shared stages, scores and report."""
 
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
@@ -41,10 +41,10 @@ class Task:
 
 
 def options(parser: ArgumentParser) -> None:
-    """Add the arguments that only these experiments have."""
+    """Add these experiments' own command-line flags."""
     add = parser.add_argument
-    add("--repaired", metavar="PATH", help="a checkpoint of PELA's repair, as one more backbone")
-    add("--larger-batch", type=int, metavar="N", help="images per device of PELA+")
+    add("--repaired", metavar="PATH", help="also compare this checkpoint of PELA's repair")
+    add("--larger-batch", type=int, metavar="N", help="also train with N images per device (PELA+)")
 
 
 def experiment(task: Task, file: str, description: str) -> Experiment:
@@ -67,7 +67,7 @@ def experiment(task: Task, file: str, description: str) -> Experiment:
 
 
 def declare(task: Task, run: Run) -> None:
-    """Every backbone, fine-tuned and scored."""
+    """Declare the fine-tuning and the scores of every backbone."""
     repaired = run.options.repaired
     if repaired is not None and not Path(repaired).exists():
         raise FileNotFoundError(
@@ -76,31 +76,31 @@ def declare(task: Task, run: Run) -> None:
         )
     backbones = changes(repaired, run.options.larger_batch)
     larger = run.options.larger_batch or 0
-    longer = larger / run.parsed(task.name).data.init_args.batch_size
+    factor = larger / run.parsed(task.name).data.init_args.batch_size
     chosen = run.rows(backbones)
     for seed in run.seeds:
         for row in chosen:
-            derived = as_many_updates(longer) if row == "larger_batch" else {}
+            derived = as_many_updates(factor) if row == "larger_batch" else {}
             stage = run.stage(row, task.name, seed, varied=backbones[row], derived=derived)
             settings = {"row": row, "scores": task.scores}
             run.measure(f"{row} score", seed, measure, {"stage": stage}, settings)
 
 
-def as_many_updates(longer: float) -> dict[str, Callable[[Any], Any]]:
-    """Settings that train `longer` times the epochs, as with the paper's fixed iterations.
+def as_many_updates(factor: float) -> dict[str, Callable[[Any], Any]]:
+    """Derived settings with `factor` times the epochs, so that larger batches keep the updates.
 
-    A training whose length is given in steps keeps it.
+    The paper fixes the iterations too. A training whose length is given in steps is not changed.
     """
 
     def epochs(settings: Any) -> int:
         count = settings.trainer.max_epochs
-        return round(count * longer) if (count or 0) > 0 else count
+        return round(count * factor) if (count or 0) > 0 else count
 
     return {"trainer.max_epochs": epochs, "trainer.check_val_every_n_epoch": epochs}
 
 
 def changes(repaired: str | None, larger_batch: int | None) -> dict[str, dict[str, Any]]:
-    """Each backbone's changes to the stage, whose file factorises dense weights directly."""
+    """Each row's changes to the stage's file, which factorises dense weights without repair."""
     rows: dict[str, dict[str, Any]] = {"dense": {"model.ratio": None}, "direct": {}}
     if repaired is not None:
         start = {"model.init_from": repaired, "model.pretrained": False}
@@ -112,7 +112,7 @@ def changes(repaired: str | None, larger_batch: int | None) -> dict[str, dict[st
 
 
 def measure(m: Measuring) -> Iterator[Row]:
-    """The scores of a finished stage, and what its model costs."""
+    """The scores of a finished stage, its training time, and its model's size."""
     stage, row = m.stages["stage"], m.settings["row"]
     module = stage.module().requires_grad_(False)
     data = stage.datamodule()

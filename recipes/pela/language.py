@@ -1,9 +1,9 @@
-"""A pre-trained decoder made smaller without any training: perplexity against the ratio κ.
+"""Perplexity of a pre-trained decoder that is compressed without any training, by ratio κ.
 
-PELA starts its repair from a plain SVD. How much does this start lose, and how much do others with
-as many parameters: factors that fit the data (ASVD, SVD-LLM's whitening), whitened factors with
-ranks by energy, and feed-forward neurons pruned by importance (MatFormer's order)? Each is
-calibrated on one text and scored on another; each seed has its own calibration and test windows.
+PELA starts its repair from a plain SVD. Here the loss of this start is compared with that of others
+of equal size: factors that fit the layers' inputs (ASVD, SVD-LLM's whitening), whitened factors
+with ranks by energy, and feed-forward neurons pruned by importance (MatFormer's order). Each is
+calibrated on one text and scored on another; every seed has different calibration and test windows.
 
     python -m recipes.pela.language                           seconds, on random weights
     python -m recipes.pela.language --preset small --seeds 3  SmolLM2-135M, see `make weights`
@@ -55,7 +55,7 @@ LOW_RANK: dict[str, tuple[Factors, Ranks]] = {
 
 
 def nats(a: str, b: str, ratio: float, times: float = 1.0) -> Comparison:
-    """That a's perplexity is more than `times` that of b, at a ratio."""
+    """The comparison that a's perplexity is more than `times` b's at a ratio, in nats."""
     worse, better = ({"row": row, "x": None if row == "dense" else ratio} for row in (a, b))
     return Comparison("loss", worse, better, math.log(times), digits=3)
 
@@ -113,7 +113,7 @@ CLAIMS = [
 
 
 def declare(run: Run) -> None:
-    """A measurement for each kind of calibration, of all ratios."""
+    """Declare a measurement for each seed and kind of calibration, of all ratios."""
     grid = run.grid("language_grid")
     given = {"decoder": grid["decoder"], "data": grid["data"], "windows": grid["test_windows"]}
     if name := run.options.decoder:
@@ -148,7 +148,7 @@ def measure_dense(m: Measuring) -> Iterator[Row]:
 
 
 def measure_kind(m: Measuring) -> Iterator[Row]:
-    """Rows of one calibration at every ratio: scores, and agreement with the dense decoder."""
+    """Scores and agreement with the dense decoder, of the rows of one calibration, by ratio."""
     model, data = decoder(m), corpus(m)
     rows, ratios, batches = m.settings["rows"], m.settings["ratios"], calibration(data, m)
     kind = kind_of(rows[0])
@@ -158,16 +158,17 @@ def measure_kind(m: Measuring) -> Iterator[Row]:
             smaller = prune_each(model, ratios, batches)
         else:
             smaller = compress_each(model, ratios, LOW_RANK[row][1], moments)
-        named = {f"{ratio:g}": plain(one) for ratio, one in smaller.items()}
-        scores = score({"dense": plain(model), **named}, windows(data, m), model.config.vocab_size)
-        for ratio, one in smaller.items():
+        by_ratio = {f"{ratio:g}": plain(small) for ratio, small in smaller.items()}
+        models = {"dense": plain(model), **by_ratio}
+        scores = score(models, windows(data, m), model.config.vocab_size)
+        for ratio, small in smaller.items():
             for metric in ("loss", "perplexity", "agreement", "kl"):
                 yield Row(row, metric, scores[f"{ratio:g}"][metric], x=ratio)
-            yield Row(row, "parameters", count_parameters(one), x=ratio)
+            yield Row(row, "parameters", count_parameters(small), x=ratio)
 
 
 def decoder(m: Measuring) -> Any:
-    """The dense model; without pre-trained weights the seed draws them."""
+    """The dense model; where the settings have no pre-trained weights, the seed draws them."""
     with torch.random.fork_rng():
         torch.manual_seed(m.seed)
         model = build_text(task="causal", **m.settings["decoder"])
@@ -201,14 +202,14 @@ def prune_each(
 ) -> dict[float, nn.Module]:
     """Copies with fewer feed-forward neurons, at most as large as the low-rank model of each κ.
 
-    Each layer loses as many neurons, the least important ones. A ratio at which no neuron would be
-    left is skipped.
+    Every layer loses the same number of neurons, its least important ones. Ratios at which no
+    neuron would be left are skipped.
     """
     model = copy.deepcopy(model)
     reorder(model, importance(model, batches, "ffn"))
     layers = feed_forwards(model)
     neurons = layers[0].units
-    each = sum(
+    size_of_one = sum(  # parameters of one neuron, added up over all layers
         per_neuron(cut, layer.module.get_submodule(cut.path))
         for layer in layers
         for cut in layer.cuts
@@ -218,15 +219,15 @@ def prune_each(
     for ratio in ratios:
         plan = plan_uniform(model, ratio)
         saved = sum(i * o - plan[name] * (i + o) for name, (i, o) in shapes.items())
-        if (width := neurons - math.ceil(saved / each)) > 0:
+        if (width := neurons - math.ceil(saved / size_of_one)) > 0:
             widths[ratio] = width
-    kept = sorted(set(widths.values()))
-    nest(model, [*(width / neurons for width in kept), 1.0])
-    return {ratio: extract(model, kept.index(width)) for ratio, width in widths.items()}
+    distinct = sorted(set(widths.values()))
+    nest(model, [*(width / neurons for width in distinct), 1.0])
+    return {ratio: extract(model, distinct.index(width)) for ratio, width in widths.items()}
 
 
 def per_neuron(cut: Cut, child: Any) -> int:
-    """Parameters of one hidden neuron in a linear layer that makes or reads it."""
+    """Parameters of one hidden neuron in a linear layer that has it as an output or an input."""
     bias = child.bias.numel() if cut.dim == 0 and child.bias is not None else 0
     return (child.weight.numel() + bias) // cut.units
 
@@ -277,7 +278,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
 
 
 def options(parser: ArgumentParser) -> None:
-    """Another decoder."""
+    """Add the flag --decoder."""
     parser.add_argument(
         "--decoder",
         metavar="NAME_OR_FOLDER",

@@ -1,7 +1,7 @@
 """Measurements of PELA's vision experiment, on dense and compressed models.
 
-`m.settings` has what models and data are built from, `model` and `data` (a stage's class and
-arguments), and what each function names beside.
+`m.settings` has `model` and `data`, the classes and arguments from which a stage's module and
+DataModule are built, and the further keys that each function reads.
 """
 
 import copy
@@ -32,12 +32,12 @@ from recipes.nodes import device
 from recipes.records import type_of
 from recipes.results import Row
 
-CALIBRATION = 2048  # at most so many training images for second moments and importance
+CALIBRATION = 2048  # training images, at most, for second moments and importance
 STEPS = 10  # timed training steps, after two that are not timed
 
 
 def measure_dense(m: Measuring) -> Iterator[Row]:
-    """Scores and size of the dense model, and chance, in each set of the table."""
+    """Scores and size of the dense model, and chance, repeated in each set of the table."""
     data, model = data_of(m), build(m).model
     scores = {**score(model, data), **size(model, data.image_size)}
     for name in m.settings["sets"]:
@@ -59,7 +59,7 @@ def measure_start(m: Measuring) -> Iterator[Row]:
 
 
 def measure_trained(m: Measuring) -> Iterator[Row]:
-    """A finished stage: what its last validation logged, its size, settings and gradient shares."""
+    """Scores of a stage's last validation, its size, settings and shares of the gradient."""
     stage = m.stages["trained"]
     module = stage.module()
     values: dict[str, float] = {
@@ -83,7 +83,7 @@ def measure_nested(m: Measuring) -> Iterator[Row]:
 
 
 def measure_similarity(m: Measuring) -> Iterator[Row]:
-    """Fig. 2: similarity of images' features by block, dense, low-rank and repaired."""
+    """Similarity of images' features by block: dense, low-rank and repaired model (Fig. 2)."""
     data = data_of(m)
     models = {
         "dense": build(m).model,
@@ -97,7 +97,7 @@ def measure_similarity(m: Measuring) -> Iterator[Row]:
 
 
 def measure_cost(m: Measuring) -> Iterator[Row]:
-    """Table 8: memory and time of a training step, dense and low-rank, and of the repair."""
+    """Memory and time of a training step: dense, low-rank, and of the repair (Table 8)."""
     plain = {"alpha": 0.0, "beta": 0.0}
     modules = {
         "dense": build(m, **plain),
@@ -107,12 +107,12 @@ def measure_cost(m: Measuring) -> Iterator[Row]:
     for row, module in modules.items():
         others, cost = OthersAtWork(), step_cost(module, data_of(m))
         for name, value in cost.items():
-            known = name != "seconds" or others.absent()
-            yield Row(row, name, value if known else None, m.settings["set"])
+            valid = name != "seconds" or others.absent()
+            yield Row(row, name, value if valid else None, m.settings["set"])
 
 
 def measure_finetuning_cost(m: Measuring) -> Iterator[Row]:
-    """The low-rank model's batch size that fits in the memory of the dense one's fine-tuning."""
+    """The batch with which low-rank fine-tuning needs the memory of the dense fine-tuning."""
     data = data_of(m)
     dense, low_rank = (
         step_cost(build(m, init_from=m.settings[name]), data) for name in ("dense", "low_rank")
@@ -130,7 +130,7 @@ def make_hub_weights(m: Measuring) -> Iterator[Row]:
 
 
 def make_start(m: Measuring) -> Iterator[Row]:
-    """Write a low-rank model with other ranks or factors, with at most as many parameters."""
+    """Write a low-rank model with these ranks and factors, no larger than plain low rank."""
     model = build(m).model
     compress(
         model,
@@ -167,7 +167,7 @@ def data_of(m: Measuring) -> ImageData:
 
 
 def build(m: Measuring, **changes: Any) -> Any:
-    """A module as a stage would start it, dense unless `changes` say otherwise."""
+    """Build a stage's module with these changes to its arguments; the default is dense."""
     given = m.settings["model"]
     arguments = {
         **given["init_args"],
@@ -186,7 +186,7 @@ def build(m: Measuring, **changes: Any) -> Any:
 
 
 def merged(module: Any) -> nn.Module:
-    """A copy of the model; LoRA's adapters are added to its weights."""
+    """A copy of the module's model, with LoRA's adapters merged into its weights."""
     model = copy.deepcopy(module.model)
     if isinstance(module, LoRA):
         layers: list[tuple[str, Any]] = list(model.named_modules())
@@ -231,8 +231,8 @@ def calibration_images(m: Measuring) -> Iterator[Tensor]:
 def similarity(model: nn.Module, loader: Iterable) -> list[float]:
     """The similarity of different images' features, for each block.
 
-    It is the mean cosine over all pairs of images; an image's feature is the mean of the block's
-    output over tokens. With unit vectors x_i it is (‖Σ x_i‖² − n) / (n (n − 1)).
+    Similarity is the mean cosine over all pairs of images; an image's feature is the mean of the
+    block's output over tokens. With unit vectors x_i it is (‖Σ x_i‖² − n) / (n (n − 1)).
     """
     sums: list[Tensor] = []
     count = 0
@@ -249,9 +249,9 @@ def similarity(model: nn.Module, loader: Iterable) -> list[float]:
 def step_cost(module: Any, data: ImageData) -> dict[str, float]:
     """Memory and time of one training step.
 
-    On a GPU `peak` is the allocator's peak. On a CPU nothing reports that, so it is counted:
-    weights, gradients and AdamW's two moments, the teacher's weights, and every tensor that the
-    backward pass keeps.
+    On a GPU `peak` is the allocator's peak. On a CPU, which reports none, it is a sum: weights,
+    gradients, AdamW's two moments, the teacher's weights, and all tensors saved for the backward
+    pass.
 
     Args:
         module: at the start of its training, on the device.
@@ -268,12 +268,12 @@ def step_cost(module: Any, data: ImageData) -> dict[str, float]:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
     images, targets = (part.to(device()) for part in next(iter(data.train_dataloader())))
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, int] = {}
+    saved_bytes: dict[int, int] = {}  # by address, since tensors may share their storage
 
-    def keep(tensor: Tensor) -> Tensor:
+    def record(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
+            saved_bytes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     def step() -> None:
@@ -285,7 +285,7 @@ def step_cost(module: Any, data: ImageData) -> dict[str, float]:
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are trying to `self.log")
-        with saved_tensors_hooks(keep, lambda tensor: tensor):
+        with saved_tensors_hooks(record, lambda tensor: tensor):
             step()
         step()
         if torch.cuda.is_available():
@@ -299,7 +299,7 @@ def step_cost(module: Any, data: ImageData) -> dict[str, float]:
             times.append(time.perf_counter() - start)
     trained = sum(p.nbytes * (4 if p.requires_grad else 1) for p in model.parameters())
     fixed = trained + (sum(p.nbytes for p in teacher.parameters()) if teacher else 0)
-    peak = fixed + sum(kept.values())
+    peak = fixed + sum(saved_bytes.values())
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
     return {
@@ -311,7 +311,10 @@ def step_cost(module: Any, data: ImageData) -> dict[str, float]:
 
 
 def matching_tokens(dense: nn.Module, target: float, side: int) -> int:
-    """The least r of ToMe whose multiply-adds are at most `target`, or the largest r it has."""
+    """The smallest r (tokens that ToMe merges in each block) with at most `target` multiply-adds.
+
+    If no r gets that low, the largest one that still merges more tokens than r − 1.
+    """
     r, macs = 0, size(dense, side)["macs"]
     while macs > target:
         fewer = size(add_tome(copy.deepcopy(dense), r + 1), side)["macs"]

@@ -1,15 +1,15 @@
 """Semantic segmentation on a dense backbone and on low-rank ones, fine-tuned the same way.
 
-UPerNet on ADE20K. Compared are the dense backbone, the same weights factorised directly, and, with
---repaired, a checkpoint that PELA's intermediate stage has repaired. --larger-batch N also trains
-the last of these with N images per device, in the memory that low rank leaves free (PELA+). Dense
+UPerNet on ADE20K. The rows are the dense backbone, the same weights factorised directly and, with
+--repaired, a checkpoint of PELA's intermediate stage. --larger-batch N trains the last of these
+once more with N images per device, in the memory that low rank saves (PELA+). Dense
 weights come from the stage's YAML, or from --model.init_from.
 
     python -m recipes.pela.segmentation                             generated shapes, under a minute
     python -m recipes.pela.segmentation --preset paper --repaired runs/…/last.ckpt \\
         --data.root /data/ADEChallengeData2016
 
-There is no preset `small`: ADE20K was not at hand.
+There is no preset `small`, since ADE20K was not available.
 """
 
 from recipes.experiment import Run

@@ -1,4 +1,4 @@
-"""The stages and measurements of recipes.pela.vision: one model at one seed."""
+"""Declares the stages and measurements of recipes.pela.vision for one model and seed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,15 +21,15 @@ MODULES = "lightning_modules.pela."
 
 @dataclass(frozen=True)
 class Treatment:
-    """How a row of the tables is made.
+    """The training of one row of the tables: LightningModule, settings and initial weights.
 
     Attributes:
-        module: class of the stage.
-        settings: what makes the row, beside its start.
-        start: what the training starts from. "svd": the dense weights, which the stage factorises;
-            "dense": the dense weights as they are; "pruned": a model with fewer neurons; or
-            (ranks, factors): a model that `compress` has made low-rank so.
-        tuned_as: the row whose trials choose its settings.
+        module: class of the stage's LightningModule.
+        settings: in which the row differs from the stage's file, besides its initial weights.
+        start: the initial weights. "svd": the dense weights, which the stage factorises; "dense":
+            the dense weights as they are; "pruned": a model with fewer neurons; or a pair (ranks,
+            factors): a low-rank model that `compress` makes with these arguments.
+        tuned_as: the row whose trials choose this row's settings.
     """
 
     module: str = "lightning_modules.pela.PELA"
@@ -69,10 +69,10 @@ class Study:
 
     Attributes:
         run: of the experiment.
-        name: of the model's stage file.
+        name: of the model's stage file, such as "deit_b".
         seed: of all its stages.
-        grid: vision_grid.yaml's values.
-        rows: of the tables.
+        grid: vision_grid.yaml's values at the run's preset.
+        rows: the rows of the tables to train.
     """
 
     run: Run
@@ -84,20 +84,23 @@ class Study:
     def __post_init__(self) -> None:
         config = self.run.parsed(self.name)
         self.settings = config.model.init_args
-        # what measures.py builds models and data from
-        self.given = {"model": config.model.as_dict(), "data": config.data.as_dict()}
+        # measures.py builds models and data from these
+        self.model_and_data = {"model": config.model.as_dict(), "data": config.data.as_dict()}
         self.weights = self.dense_weights(f"{self.name}-dense")
 
     def declare(self, ratios: list[float], main: bool) -> None:
-        """Declare the tables of one model; all of them for the main one, which is the first."""
+        """Declare the model's rows at each ratio, and its other tables.
+
+        Only the main model (the grid's first) has all tables, and all rows at its first ratio.
+        """
         sets = [self.set_of(ratio) for ratio in ratios]
         self.measure("dense-score", measures.measure_dense, sets=sets, init_from=self.weights)
         for place, ratio in enumerate(ratios):
-            whole = main and place == 0
+            all_rows = main and place == 0
             for row in self.rows:
-                if whole or row in TABLE_7 or row == "whitened":
+                if all_rows or row in TABLE_7 or row == "whitened":
                     self.row(row, ratio)
-            self.before("direct", ratio, self.weights)
+            self.measure_untrained("direct", ratio, self.weights)
         ratio = ratios[0]
         both = self.row("both", ratio)
         trained: dict[str, Any] = {"trained": both}
@@ -110,24 +113,24 @@ class Study:
             self.finetune(both)
 
     def set_of(self, ratio: float) -> str:
-        """`set` in the table: a model at a ratio."""
+        """The value of the column `set`: the model and a ratio."""
         return f"{self.name} κ {ratio:g}"
 
     def dense_weights(self, label: str, **settings: Any) -> str | Artifact | Stage:
         """The dense model's weights: from model.init_from, from the hub, or trained here."""
-        h = self.settings
-        if h.init_from is not None:
-            return h.init_from
-        if h.pretrained:
+        model = self.settings
+        if model.init_from is not None:
+            return model.init_from
+        if model.pretrained:
             hub = self.run.measure(
-                f"{self.name}-hub", 0, measures.make_hub_weights, settings=self.given
+                f"{self.name}-hub", 0, measures.make_hub_weights, settings=self.model_and_data
             )
             return hub / "model.safetensors"
-        same = {"model.architecture": h.architecture, "model.model_args": h.model_args}
+        same = {"model.architecture": model.architecture, "model.model_args": model.model_args}
         return self.run.stage(label, "dense", self.seed, same, settings, trained_for(epochs_of))
 
     def row(self, row: str, ratio: float) -> Stage | None:
-        """Train and measure one row of the table at a ratio; None where it does not exist."""
+        """Declare a row's training and scores at a ratio; None where the row lacks that ratio."""
         treatment = TREATMENTS[row]
         if treatment.start == "dense" and row != "nested" and ratio != self.main_ratio:
             return None
@@ -146,7 +149,7 @@ class Study:
             f"{label}-score", self.seed, measures.measure_trained, {"trained": stage}, where
         )
         if row == "tome" or isinstance(treatment.start, tuple) or row == "pruned":
-            self.before(row, ratio, self.start(row, ratio)["model.init_from"])
+            self.measure_untrained(row, ratio, self.start(row, ratio)["model.init_from"])
         return stage
 
     @property
@@ -163,7 +166,16 @@ class Study:
         length: Length | None = None,
         weights: Any = None,
     ) -> Stage:
-        """A training of one row."""
+        """Declare a training of one row.
+
+        Args:
+            label: the stage's name.
+            row: one of TREATMENTS.
+            ratio: κ.
+            settings: chosen by trials, or of a trial.
+            length: gives the number of epochs; the file's when None.
+            weights: of the dense model; `self.weights` when None.
+        """
         treatment = TREATMENTS[row]
         varied = {"model": treatment.module, **self.start(row, ratio, weights)}
         varied |= treatment.settings
@@ -176,7 +188,7 @@ class Study:
         )
 
     def start(self, row: str, ratio: float, weights: Any = None) -> dict[str, Any]:
-        """The settings that say what a row's training starts from."""
+        """The settings that give a row its initial weights, and its teacher where it has one."""
         treatment, weights = TREATMENTS[row], weights or self.weights
         varied: dict[str, Any] = {"model.init_from": weights, "model.pretrained": False}
         if row == "nested":
@@ -188,49 +200,49 @@ class Study:
             varied["model.teacher_from"] = weights
         if isinstance(treatment.start, tuple):
             ranks, factors = treatment.start
-            made = self.run.measure(
+            low_rank = self.run.measure(
                 f"{self.name}-k{ratio:g}-{row}-start",
                 self.seed,
                 measures.make_start,
                 settings={
-                    **self.given, "init_from": weights,
+                    **self.model_and_data, "init_from": weights,
                     "ratio": ratio, "ranks": ranks, "factors": factors,
                 },
             )  # fmt: skip
-            varied["model.init_from"] = made / "low_rank"
+            varied["model.init_from"] = low_rank / "low_rank"
         if row == "pruned":
             fractions = self.grid["fractions"]
             name = slice_of(ratio, fractions)
             label = "trial-pruned" if weights is not self.weights else f"k{ratio:g}-pruned"
-            made = self.run.measure(
+            pruned = self.run.measure(
                 f"{self.name}-{label}-start",
                 self.seed,
                 measures.make_pruned,
                 settings={
-                    **self.given,
+                    **self.model_and_data,
                     "init_from": weights,
                     "fractions": fractions,
                     "slice": name,
                 },
             )
-            varied["model.init_from"] = made / "model.safetensors"
+            varied["model.init_from"] = pruned / "model.safetensors"
             varied["model.teacher_args"] = self.settings.model_args or {}
             varied["model.model_args"] = self.pruned_args(ratio)
         return varied
 
     def pruned_args(self, ratio: float) -> dict[str, Any]:
-        """The model's arguments with the feed-forward width of a pruned one."""
+        """The model's `model_args` with the feed-forward width of the pruned row."""
         return {**(self.settings.model_args or {}), "mlp_ratio": 4 * fraction_of(ratio)}
 
     def merged_tokens(self, ratio: float) -> int:
-        """ToMe's tokens for each block, at the low-rank model's multiply-adds."""
-        h = self.settings
+        """Tokens that ToMe merges in each block to get down to low rank's multiply-adds."""
+        model = self.settings
         with torch.device("meta"):
             dense, low_rank = (
-                build_vision(h.architecture, 10, h.model_args or {}) for _ in range(2)
+                build_vision(model.architecture, 10, model.model_args or {}) for _ in range(2)
             )
-        side = self.given["data"]["init_args"]["image_size"]
-        target = measures.size(factorize(low_rank, ratio, h.skip), side)["macs"]
+        side = self.model_and_data["data"]["init_args"]["image_size"]
+        target = measures.size(factorize(low_rank, ratio, model.skip), side)["macs"]
         return measures.matching_tokens(dense, target, side)
 
     def tuned(self, row: str) -> dict[str, Any | Later]:
@@ -258,9 +270,11 @@ class Study:
             metric = f"val/accuracy_{slice_of(self.main_ratio, self.grid['fractions'])}"
         return dict(self.run.best(stages, metric, list(trials[0])))
 
-    def before(self, row: str, ratio: float, init_from: Any, x: float | None = None) -> None:
+    def measure_untrained(
+        self, row: str, ratio: float, init_from: Any, x: float | None = None
+    ) -> None:
         """Measure a compressed model before any training."""
-        given = self.given
+        given = self.model_and_data
         if row == "pruned":
             arguments = {**given["model"]["init_args"], "model_args": self.pruned_args(ratio)}
             given = {**given, "model": {**given["model"], "init_args": arguments}}
@@ -282,8 +296,8 @@ class Study:
     def measure(
         self, label: str, function: Any, stages: dict[str, Any] | None = None, **settings: Any
     ) -> None:
-        """A measurement that builds models of the stage's file."""
-        given = {**self.given, "set": self.name, "init_from": self.weights}
+        """Declare a measurement that builds its models from the stage's file."""
+        given = {**self.model_and_data, "set": self.name, "init_from": self.weights}
         self.run.measure(
             f"{self.name}-{label}", self.seed, function, stages or {}, {**given, **settings}
         )
@@ -302,7 +316,7 @@ class Study:
             self.run.measure(
                 f"{label}-score", self.seed, measures.measure_trained, {"trained": stage}, where
             )
-            self.before("direct", ratio, self.weights, x=ratio)
+            self.measure_untrained("direct", ratio, self.weights, x=ratio)
 
     def finetune(self, compressed: Stage | None) -> None:
         """Declare the fine-tuning of the dense and the compressed model on other images (Table 9).
@@ -356,23 +370,23 @@ def fraction_of(ratio: float) -> float:
 
 
 def slice_of(ratio: float, fractions: list[float]) -> str | None:
-    """The granularity of a nested model with as many parameters; None if there is none."""
+    """The granularity of a nested model with 1/κ of the parameters; None if there is none."""
     wanted = fraction_of(ratio)
     return "SMLX"[fractions.index(wanted)].replace("X", "XL") if wanted in fractions else None
 
 
 def held_out(limits: dict[str, Any]) -> dict[str, Any]:
-    """The trials' data settings: their dense model must not see the held-out images either."""
+    """The trials' data settings; the dense model they start from must not see held-out images."""
     return {key: value for key, value in limits.items() if key.startswith("data.")}
 
 
 def epochs_of(s: Namespace) -> int:
-    """The file's number of epochs."""
+    """The number of epochs in the stage's file."""
     return s.trainer.max_epochs
 
 
 def trained_for(length: Length) -> dict[str, Length]:
-    """Settings that train for so many epochs and validate once, at the end."""
+    """Derived settings of a training of this length that validates once, at the end."""
     return {"trainer.max_epochs": length, "trainer.check_val_every_n_epoch": length}
 
 

@@ -1,15 +1,15 @@
-"""PELA on image classification: compress once, repair against the original, use as a drop-in.
+"""PELA on image classification: low-rank models, repaired by training, beside other compressions.
 
-For each model of the preset: the dense one (trained first where no weights are given), its direct
-low-rank approximation, and the repair with L_fd, with L_rwp and with both, beside as much training
-with L_base alone (Table 7), and the similarity of images' features (Fig. 2). For the first model
-also the baselines at equal parameters, a sweep over ratios (Fig. 4), the cost of a step (Table 8),
-and fine-tuning on other images with a larger batch in the memory saved (Table 9). vision_grid.yaml
-lists the settings that each row tries.
+Each model of the preset is scored dense (it is trained first where no weights are given), at low
+rank without training, repaired with L_fd, with L_rwp and with both, and trained as long with L_base
+alone (Table 7); and the similarity of images' features is measured (Fig. 2). The first model also
+has baselines of equal size, a sweep over ratios (Fig. 4), the cost of a training step (Table 8),
+and fine-tuning on other images, with a larger batch in the memory that low rank saves (Table 9).
+vision_grid.yaml lists the settings that the trials of each row choose from.
 
     python -m recipes.pela.vision                                digits, a few minutes on a CPU
     python -m recipes.pela.vision --preset small --seeds 5       ViT-S/14 of `make weights`
-    python -m recipes.pela.vision --preset small --only "*-sweep*"     one table, and what it needs
+    python -m recipes.pela.vision --preset small --only "*-sweep*"     one table and its stages
     python -m recipes.pela.vision --preset paper --data.root /data     /data/imagenet, DeiT and Swin
 """
 
@@ -58,11 +58,12 @@ MAIN = {"set": "deit_b κ 2"}
 
 
 def accuracy(a: str, b: str, threshold: float = 0.0, **where: str) -> Comparison:
-    """a's accuracy less b's, in points."""
+    """The difference a − b in accuracy; `threshold` is a share of one, the report is in points."""
     return Comparison("accuracy", a, b, threshold, where or MAIN, scale=100)
 
 
-# The dense model has learnt its classes, and low rank without repair loses what is worth repairing.
+# dense > chance + 20 points: the dense model has learnt;
+# dense > low rank without repair + 5 points: there is something to repair
 GATE = [accuracy("dense", "chance", 0.2), accuracy("dense", "direct", 0.05)]
 CLAIMS = [
     Claim(
@@ -185,7 +186,7 @@ CLAIMS = [
 
 
 def declare(run: Run) -> None:
-    """All models, all seeds."""
+    """Declare the stages and measurements of all models, for each seed."""
     grid = run.grid("vision_grid")
     rows = run.rows(TREATMENTS, default=grid["rows"])
     for seed in run.seeds:
@@ -238,7 +239,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
 
 
 def comparison(table: pd.DataFrame, name: str) -> list[str]:
-    """One model at one ratio: all rows, and with what settings they were trained."""
+    """The section of one model at one ratio: scores of all rows, and their training settings."""
     where = {"set": name}
     compared = tabulate(
         table,
@@ -269,7 +270,7 @@ SIGNS = {"alpha": "α", "beta": "β", "p": "p", "epsilon": "ε"}
 
 
 def sweep(table: pd.DataFrame, run: Run) -> list[str]:
-    """Fig. 4."""
+    """Accuracy against the ratio: a table and a plot (Fig. 4)."""
     text = []
     for name in (one for one in unique(table, "set") if one.endswith(" sweep")):
         points = select(table, {"set": name})
@@ -297,7 +298,7 @@ def sweep(table: pd.DataFrame, run: Run) -> list[str]:
 
 
 def costs(table: pd.DataFrame) -> list[str]:
-    """Table 8."""
+    """Memory and time of a training step (Table 8)."""
     measured = tabulate(
         select(table, {"metric": ["peak", "seconds", "batch"]}),
         COSTS,
@@ -321,7 +322,7 @@ def costs(table: pd.DataFrame) -> list[str]:
 
 
 def finetuned(table: pd.DataFrame) -> list[str]:
-    """Table 9's question, on other images."""
+    """Accuracy after fine-tuning on other images (Table 9)."""
     where = {"set": "other images"}
     rows = tabulate(
         table,
@@ -347,7 +348,7 @@ def finetuned(table: pd.DataFrame) -> list[str]:
 
 
 def file_name(name: str) -> str:
-    """A set's name as that of a file."""
+    """A file name, without its ending, for a set."""
     return name.replace(" κ ", "_k").replace(" ", "_")
 
 

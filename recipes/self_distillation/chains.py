@@ -1,14 +1,14 @@
-"""What images.py and text.py declare: the original weights, chains of adaptations, fine-tunings.
+"""Declares the stages of images.py and text.py: original weights, adaptations and fine-tunings.
 
-A grid (images_grid.yaml or text_grid.yaml, over shared_grid.yaml) says what is run:
+The grid (images_grid.yaml or text_grid.yaml, over shared_grid.yaml) has these keys:
 
 - `adaptations`: stages between pre-training and fine-tuning. Each has settings that override
   <kind>_adapt.yaml, and may have `teacher`, the adaptation that is distilled, and `times`, a factor
-  on the number of steps. Every adaptation starts from the original weights, and is trained once,
-  however many rows need it.
+  on the number of steps. Every adaptation starts from the original weights. It is trained once;
+  the rows that name it share it.
 - `rows`: fine-tunings. Each has settings that override <kind>_finetune.yaml, and may have `from`,
-  the adaptation that it starts from (else the original weights), and `candidates`, settings of
-  which the best on the validation part is taken.
+  the adaptation that it starts from (else the original weights), and `candidates`, sets of settings
+  of which the best on the validation part is taken.
 - `select`: which checkpoint of a fine-tuning is scored, that of the `last` step or the `best` on
   the validation part.
 - `seeds`: the number of seeds of rows that need fewer than --seeds.
@@ -29,13 +29,13 @@ ROUNDS = ("further", "distil", "distil_2", "distil_3", "distil_4")  # Algorithm 
 
 
 def options(parser: ArgumentParser) -> None:
-    """Add what these experiments offer besides --rows, --seeds, …"""
+    """Add these experiments' own command-line flags."""
     add = parser.add_argument
     add(
         "--select",
         choices=("last", "best"),
         help="score the checkpoint of the last step, or the best one on the validation part; "
-        "default: what the grid says",
+        "default: the grid's `select`",
     )
     add(
         "--init_from",
@@ -97,11 +97,11 @@ def declare(run: Run, kind: str) -> None:
 def declare_original(
     run: Run, kind: str, grid: Mapping[str, Any], unlabelled: Mapping[str, Any]
 ) -> Stage | Artifact:
-    """The checkpoint of (θ_init, φ_init), from which everything starts.
+    """Declare the checkpoint of (θ_init, φ_init), from which all adaptations and baselines start.
 
-    It comes from --init_from; or from the grid's `original` stages, each of which continues the one
-    before; else from the stage's file, which names weights of the hub. --decoder_steps adds a stage
-    that fits a decoder.
+    Its weights come from --init_from; else from the grid's `original` stages, each of which
+    continues the one before; else from those that the adaptation's YAML file names. --decoder_steps
+    replaces the `original` stages by one that fits a decoder.
 
     Raises:
         ValueError: if there are no such weights.
@@ -134,15 +134,15 @@ def declare_original(
 
 
 class Chains:
-    """The stages of one data set and seed.
+    """Declares the adaptations and fine-tunings of one data set and seed.
 
     Args:
         run: of the experiment.
         kind: "images" or "text".
-        grid: what is run.
+        grid: the merged grid, see the module.
         name: of the data set.
         seed: of the stages.
-        original: the weights that everything starts from.
+        original: the weights that all adaptations start from.
         unlabelled: settings of other data to adapt to.
     """
 
@@ -159,12 +159,12 @@ class Chains:
         self.run, self.kind, self.grid, self.name, self.seed = run, kind, grid, name, seed
         self.original, self.unlabelled = original, dict(unlabelled)
         self.data = dict(grid["sets"][name])
-        # the data's class is no varied setting, so that flags may change its others (data.root)
+        # a varied class of the data would keep flags from changing its arguments, such as data.root
         self.settings = {key: self.data.pop(key) for key in ("data",) if key in self.data}
         self.metric = grid["metrics"][name]
 
     def adapt(self, name: str, steps: int | None) -> list[Stage]:
-        """An adaptation, its teacher, the teacher's teacher, …; each declared once.
+        """Declare an adaptation and its chain of teachers; returns it first, then the teachers.
 
         Args:
             name: in the grid's `adaptations`.
@@ -174,7 +174,7 @@ class Chains:
         teacher, times = settings.pop("teacher", None), settings.pop("times", None)
         before = self.adapt(teacher, steps) if teacher else []
         varied = {**self.data, "model.init_from": self.original, **settings}
-        # derived, so that they win over flags, which are meant for the labelled data
+        # derived settings override flags, which are meant for the labelled data
         derived: dict[str, Any] = {
             key: functools.partial(_constant, value) for key, value in self.unlabelled.items()
         }
@@ -205,7 +205,7 @@ class Chains:
         return [stage, *before]
 
     def fine_tune(self, row: str, select: str, steps: int | None) -> Stage:
-        """A row of the table: its adaptations, its fine-tuning, and its scores.
+        """Declare a row of the table: its adaptations, its fine-tuning, and its scores.
 
         Args:
             row: in the grid's `rows`.
@@ -267,7 +267,7 @@ class Chains:
         )
 
     def beginning(self) -> dict[str, Node]:
-        """The node that has the original weights, for measurements."""
+        """The node with the original weights, as an input of measurements."""
         original = self.original
         return {"original": original.node if isinstance(original, Artifact) else original}
 
@@ -301,15 +301,15 @@ def length_of(parsed: Any) -> str:
 
 
 def require_validation(run: Run, kind: str) -> None:
-    """Refuse --select best where fine-tuning never validates, before anything trains.
+    """Raise an error, before any training, if fine-tuning never validates: --select best needs it.
 
     Raises:
         ValueError: naming the settings.
     """
     trainer = run.parsed(f"{kind}_finetune").trainer
     steps, interval = trainer.max_steps, trainer.val_check_interval
-    late = trainer.check_val_every_n_epoch is None and 0 < steps < (interval or 0)
-    if trainer.limit_val_batches == 0 or late:
+    too_late = trainer.check_val_every_n_epoch is None and 0 < steps < (interval or 0)
+    if trainer.limit_val_batches == 0 or too_late:
         raise ValueError(
             "--select is best, but fine-tuning never validates: its limit_val_batches is "
             f"{trainer.limit_val_batches}, val_check_interval {interval}, max_steps {steps}; "

@@ -1,14 +1,14 @@
 """Self-distillation for further pre-training, on images (Tables 1, 3 to 6, Figs. 1, 3 and 5).
 
 A ViT that was pre-trained as a masked auto-encoder is further pre-trained on the target images,
-distilled into a fresh copy of the original, and fine-tuned; beside it stand fine-tuning alone, the
-baselines and the ablations. The score is the accuracy on the test part after the last step.
+distilled into a fresh copy of the original, and fine-tuned. It is compared with fine-tuning alone,
+the baselines and the ablations, by accuracy on the test part after the last step.
 
     python -m recipes.self_distillation.images                     digits: a minute on a CPU
     make weights && python -m recipes.self_distillation.images --preset small --seeds 14
                                              DINOv2's ViT-S/14, Tiny-ImageNet, then CIFAR-10
-    python -m recipes.self_distillation.images --preset small_steps --seeds 3     Fig. 1 there
-    python -m recipes.self_distillation.images --preset small_sizes --seeds 3     Fig. 3 there
+    python -m recipes.self_distillation.images --preset small_steps --seeds 3     Fig. 1, same data
+    python -m recipes.self_distillation.images --preset small_sizes --seeds 3     Fig. 3, same data
     python -m recipes.self_distillation.images --preset paper --seeds 5 --data.root /data
     python -m recipes.self_distillation.images --preset steps --data.root /data   Fig. 1, CUB
     python -m recipes.self_distillation.images --preset sizes --data.root /data   Fig. 3

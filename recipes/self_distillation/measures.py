@@ -23,10 +23,10 @@ ORIGINAL = "original.ckpt"
 
 
 def write_original(m: Measuring) -> Iterator[Row]:
-    """Write the weights that a stage's file names, from which everything starts."""
+    """Write the initial weights (θ_init, φ_init) that a stage's settings name, with their hash."""
     arguments = dict(m.settings["model"])
     module, _, name = arguments.pop("class").rpartition(".")
-    L.seed_everything(0, verbose=False)  # of a decoder that does not come with the weights
+    L.seed_everything(0, verbose=False)  # a decoder that the weights lack is drawn at random
     built = getattr(importlib.import_module(module), name)(**arguments)
     built.configure_model()
     state = {f"model.{key}": value for key, value in built.model.state_dict().items()}
@@ -35,9 +35,10 @@ def write_original(m: Measuring) -> Iterator[Row]:
 
 
 def score(m: Measuring) -> Iterator[Row]:
-    """Loss, accuracy and F1 on each part, generalisation gap, distance from the start (Sec. 5.2).
+    """Loss, accuracy and F1 on each part, generalisation gap, distance from θ_init (Section 5.2).
 
-    If the settings have `steps`, the score is a point of a curve instead (Fig. 1).
+    If the setting `steps` is not None, only a point of Fig. 1's curve is measured. `split.json`
+    records the data, the checkpoint and the examples of each part.
     """
     s, tuned = m.settings, m.stages["finetuning"]
     data = tuned.datamodule()
@@ -57,11 +58,11 @@ def score(m: Measuring) -> Iterator[Row]:
             yield row(f"{prefix}{metric}", value)
     yield row("score", scores["test"][s["metric"]])
     yield row("gap", scores["test"]["loss"] - scores["train"]["loss"])
-    gone = distance(encoder(checkpoint, s["kind"]), original_encoder(m))
-    yield row("distance", gone)
+    moved = distance(encoder(checkpoint, s["kind"]), original_encoder(m))
+    yield row("distance", moved)
     yield row("seconds", tuned.seconds)
     if s["rounds"] is not None:
-        yield row("distance_by_round", gone, "after fine-tuning", s["rounds"])
+        yield row("distance_by_round", moved, "after fine-tuning", s["rounds"])
     manifest = {part: data.manifest(part) for part in ("train", "val", "test")}
     for part, content in manifest.items():
         yield row(f"{part}_examples", content["examples"])
@@ -69,8 +70,8 @@ def score(m: Measuring) -> Iterator[Row]:
         value = scores["test"][s["metric"]]
         yield Row(s["row"], "score_by_size", value, "", manifest["train"]["examples"])
     settings = tuned.settings.data
-    made = {"data": settings.class_path, "settings": settings.init_args.as_dict()}
-    text = json.dumps({**made, "parts": manifest, "checkpoint": str(checkpoint)}, indent=1)
+    arguments = {"data": settings.class_path, "settings": settings.init_args.as_dict()}
+    text = json.dumps({**arguments, "parts": manifest, "checkpoint": str(checkpoint)}, indent=1)
     write_whole(m.folder / "split.json", text + "\n")
 
 
@@ -95,28 +96,29 @@ def tested(
 
 
 def parts(data: Any, validation: bool) -> dict[str, DataLoader]:
-    """Loaders of the training part (transformed as for evaluation), the test part, and others.
+    """Loaders of the parts to score, by name.
 
-    "val" is added with `validation`; "new", the test part without the texts that are in training
-    too, where there are such. `eval_limit` limits the training texts to the first so many.
+    "train", with the transform of evaluation (of texts the first `eval_limit`, if that is set);
+    "test"; "new", the test texts that are not also training texts, if some are; and with
+    `validation` "val".
     """
     if hasattr(data, "train_set"):
         train = ImageSet(data.train_set.items, data.read, data.eval_transform())
         loaders = {"train": data.loader(train), "test": data.test_dataloader()}
     else:
         samples, test = data.samples("train"), data.samples("test")
-        seen = range(min(len(samples), data.eval_limit or len(samples)))
-        loaders = {"train": some(data, samples, seen), "test": data.loader(test)}
-        known = {example.first for example in data.examples("train")}
-        new = [i for i, example in enumerate(data.examples("test")) if example.first not in known]
+        places = range(min(len(samples), data.eval_limit or len(samples)))
+        loaders = {"train": subset(data, samples, places), "test": data.loader(test)}
+        texts = {example.first for example in data.examples("train")}
+        new = [i for i, example in enumerate(data.examples("test")) if example.first not in texts]
         if 0 < len(new) < len(test):
-            loaders["new"] = some(data, test, new)
+            loaders["new"] = subset(data, test, new)
     if validation:
         loaders["val"] = data.val_dataloader()
     return loaders
 
 
-def some(data: Any, samples: Any, places: Sequence[int]) -> DataLoader:
+def subset(data: Any, samples: Any, places: Sequence[int]) -> DataLoader:
     """A loader of the samples at some places."""
     chosen: Any = Subset(samples, places)
     chosen.collate = samples.collate
@@ -143,23 +145,27 @@ def labels_of(data: Any, part: str) -> Tensor:
 
 
 def trace(m: Measuring) -> Iterator[Row]:
-    """An adaptation's start, its distance from there, and its L_MAE in training and held out."""
+    """An adaptation's distance from the original weights, and its training and held-out L_MAE.
+
+    `begins_with_original` is 1 if its initial weights hash to those of the original checkpoint.
+    """
     s, stage = m.settings, m.stages["adaptation"]
     checkpoint = torch.load(stage.checkpoint, map_location="cpu", weights_only=True)
-    began = fingerprint(read_state_dict(original(m)))
+    original_hash = fingerprint(read_state_dict(original(m)))
     x = s["steps"]
 
     def row(metric: str, value: float | None, x: float | None = x) -> Row:
         return Row(s["row"], metric, value, s["set"], x)
 
-    yield row("begins_with_original", float(checkpoint["start"] == began))
-    gone = distance(encoder(stage.checkpoint, s["kind"]), original_encoder(m))
-    yield row("adaptation_distance", gone)
+    yield row("begins_with_original", float(checkpoint["start"] == original_hash))
+    moved = distance(encoder(stage.checkpoint, s["kind"]), original_encoder(m))
+    yield row("adaptation_distance", moved)
     yield row("adaptation_seconds", stage.seconds)
     yield row("updates", checkpoint["global_step"])
     history = stage.history
     for part in ("train", "val"):
         if values := history.get(f"{part}/mae"):
+            # single training batches vary: the mean of the last tenth
             last = values[-max(1, len(values) // 10) :] if part == "train" else values[-1:]
             yield row(f"{part}_mae", sum(last) / len(last))
     if x is None:
@@ -169,11 +175,11 @@ def trace(m: Measuring) -> Iterator[Row]:
             yield row("val_mae_by_steps", value, checkpoint["global_step"] * share)
             yield row("val_mae_by_share", value, share)
         if s["rounds"] is not None:
-            yield Row("before fine-tuning", "distance_by_round", gone, s["set"], s["rounds"])
+            yield Row("before fine-tuning", "distance_by_round", moved, s["set"], s["rounds"])
 
 
 def original(m: Measuring) -> Path:
-    """The checkpoint from which everything started."""
+    """The checkpoint of the original weights."""
     node = m.stages["original"]
     written = node.folder / ORIGINAL
     return written if written.is_file() else node.checkpoint

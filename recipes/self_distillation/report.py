@@ -1,4 +1,4 @@
-"""The report of recipes.self_distillation.images and text: functions of the tidy table."""
+"""The report of recipes.self_distillation.images and text, made from the table of results."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -192,7 +192,7 @@ model = Finetuning.load_from_checkpoint(made["checkpoint"], map_location="cpu").
 
 
 def analyses(table: pd.DataFrame, run: Run) -> list[str]:
-    """Training and test loss (Table 4), their gap, and the distance gone (Sec. 5.2, Fig. 5)."""
+    """Training and test loss (Table 4), their gap, and the distance from θ_init (Fig. 5)."""
     text = [
         "## Generalisation gap and distance (Table 4, Fig. 5)",
         "Test loss less training loss, and ‖θ_init − θ_final‖₂ of the encoder (Section 5.2).",
@@ -223,7 +223,7 @@ def analyses(table: pd.DataFrame, run: Run) -> list[str]:
 
 
 def adaptations(table: pd.DataFrame, run: Run) -> list[str]:
-    """Each adaptation's start, its distance from there, and its L_MAE in training and held out."""
+    """Each adaptation's distance from the original weights, and its training and held-out L_MAE."""
     rows = list(unique(select(table, {"metric": "adaptation_distance", "x": None}), "row"))
     if not rows:
         return []
@@ -256,7 +256,7 @@ def adaptations(table: pd.DataFrame, run: Run) -> list[str]:
 
 
 def times(table: pd.DataFrame, run: Run) -> list[str]:
-    """Seconds of training (Appendix B); nothing where all of them shared the machine."""
+    """Seconds of training (Appendix B); empty if every one was disturbed by other programs."""
     columns = [Column("fine-tuning", "seconds", mean_over="set", digits=1)]
     adapted = [Column("adaptation", "adaptation_seconds", mean_over="set", digits=1)]
     rows = list(unique(select(table, {"metric": "adaptation_seconds"}), "row"))

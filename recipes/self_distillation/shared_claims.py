@@ -18,9 +18,9 @@ OVER = {  # row that self-distillation is claimed to beat → the claim's name a
 
 
 def gates(metric: str) -> list[Comparison]:
-    """What has to hold before the claims mean anything; `metric` is of the test part."""
+    """The conditions for judging claims about `metric`, which is measured on the test part."""
     return [
-        # gate 1: fine-tuning beats training from scratch by ten points
+        # gate 1: fine-tuning beats training from scratch by ten points of `metric`
         Comparison(metric, "finetune", "scratch", threshold=0.1, **POINTS),
         # gate 2: further pre-training overfits: held-out L_MAE rises in the second half
         Comparison(

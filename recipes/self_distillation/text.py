@@ -1,14 +1,14 @@
 """Self-distillation for further pre-training, on text (Tables 2 and 3, Figs. 1 and 5).
 
 A masked language model is further pre-trained on the target texts, distilled into a fresh copy of
-the original, and fine-tuned as a classifier; beside it stand fine-tuning alone, the baselines and
-the ablations. Scores are those of the test part after the last step: macro F1, or micro F1, which
-is the accuracy where each text has one label.
+the original, and fine-tuned as a classifier. It is compared with fine-tuning alone, the baselines
+and the ablations, by macro F1 on the test part after the last step, or by micro F1, which equals
+the accuracy where each text has one label.
 
     python -m recipes.self_distillation.text              generated: a minute on a CPU
     make weights && python -m recipes.self_distillation.text --preset small --seeds 14
                                                       MiniLM, wikitext2, then SciERC
-    python -m recipes.self_distillation.text --preset small_steps --seeds 3      Fig. 1 there
+    python -m recipes.self_distillation.text --preset small_steps --seeds 3      Fig. 1, same data
     python -m recipes.self_distillation.text --preset paper --seeds 5 --data.root /data
 
 --rows finetune,further,self_distillation limits what is run; shared_grid.yaml has all rows. Presets

@@ -1,10 +1,10 @@
-"""Section 4 in numbers: what rounds of self-distillation do to a linear model, in float64.
+"""Checks Section 4's lemma and theorems numerically on random linear models, in float64.
 
-Random problems f(x, w) = Wφ(x). Lemma 1's closed form is compared with the problems solved one
-after another; ζ(t) of Theorem 1 and ψ(t) of Theorem 2 are to fall with every round; and ψ(t) is to
-bound the distance ‖w_init − w_{t,T}‖ that is left after fine-tuning. The ζ that Appendix A prints
-leaves out a cross term: it stands beside the corrected one, with the problems in which it is no
-bound. The distance itself need not fall with every round, and the report counts how often not.
+The models are f(x, w) = Wφ(x). Lemma 1's closed form is compared with solving one round after
+another; ζ(t) of Theorem 1 and ψ(t) of Theorem 2 should fall with every round; and ψ(t) should bound
+the distance ‖w_init − w_{t,T}‖ after fine-tuning. The ζ that Appendix A prints leaves out a cross
+term: it is compared with a corrected one, and the report counts the problems in which it is no
+bound. The distance itself need not fall with every round; the report counts where it does.
 
     python -m recipes.self_distillation.theory --preset paper        seconds
 """
@@ -41,14 +41,14 @@ SHOWN = 20  # problems whose curves are in the table
 
 
 def declare(run: Run) -> None:
-    """One measurement for each seed, of many problems."""
+    """Declare one measurement for each seed; it covers many problems."""
     settings = run.grid("theory_grid")
     for seed in run.seeds:
         run.measure("problems", seed, measure, settings=settings)
 
 
 def problem(settings: dict[str, Any], seed: int) -> tuple[LinearModel, torch.Tensor]:
-    """A random problem and w_init, from which further pre-training went far, to w_{0,0}."""
+    """Draw a random problem and its w_init; the teacher w_{0,0} lies far from w_init."""
     features, examples, outputs = (settings[name] for name in ("features", "examples", "outputs"))
     generator = torch.Generator().manual_seed(seed)
 
@@ -67,7 +67,7 @@ def problem(settings: dict[str, Any], seed: int) -> tuple[LinearModel, torch.Ten
 
 
 def measure(m: Measuring) -> Iterator[Row]:
-    """What Section 4 says about each problem, for each number of rounds t, and about all."""
+    """Section 4's quantities by problem and rounds t; the share of problems where it holds."""
     count, rounds = m.settings["problems"], m.settings["rounds"]
     values: dict[str, list[list[float]]] = {name: [] for name in [*CURVES, "lemma_1"]}
     changes = []
@@ -79,8 +79,9 @@ def measure(m: Measuring) -> Iterator[Row]:
                 yield from (
                     Row(f"problem {place}", name, number, x=t) for t, number in enumerate(curve)
                 )
-        still = replace(model, ridge=0.0)  # without ridge, rounds after the first change nothing
-        changes.append(float((still.recursion(rounds) - still.recursion(1)).abs().max()))
+        # without ridge, rounds after the first change nothing
+        unridged = replace(model, ridge=0.0)
+        changes.append(float((unridged.recursion(rounds) - unridged.recursion(1)).abs().max()))
         if place < SHOWN:
             yield Row(f"problem {place}", "extra_drop", model.extra_drop())
     numbers = {name: torch.tensor(rows, dtype=torch.float64) for name, rows in values.items()}
@@ -99,18 +100,18 @@ def measure(m: Measuring) -> Iterator[Row]:
 
 
 def by_round(model: LinearModel, initial: torch.Tensor, rounds: int) -> dict[str, list[float]]:
-    """Of one problem, by the number of rounds t = 0, 1, …"""
-    found: dict[str, list[float]] = {name: [] for name in [*CURVES, "lemma_1"]}
+    """The quantities of CURVES, and Lemma 1's error, of one problem after t = 0, 1, … rounds."""
+    quantities: dict[str, list[float]] = {name: [] for name in [*CURVES, "lemma_1"]}
     for t in range(rounds + 1):
         start, tuned = model.closed_form(t), model.fine_tuned(t)
-        found["lemma_1"].append(float((start - model.recursion(t)).abs().max()))
-        found["norm"].append(float(start.norm()))
-        found["tuned_norm"].append(float(tuned.norm()))
-        found["zeta"].append(model.zeta(t))
-        found["zeta_as_printed"].append(model.zeta_as_printed(t))
-        found["psi"].append(model.psi(t, initial))
-        found["distance"].append(float((initial - tuned).norm()))
-    return found
+        quantities["lemma_1"].append(float((start - model.recursion(t)).abs().max()))
+        quantities["norm"].append(float(start.norm()))
+        quantities["tuned_norm"].append(float(tuned.norm()))
+        quantities["zeta"].append(model.zeta(t))
+        quantities["zeta_as_printed"].append(model.zeta_as_printed(t))
+        quantities["psi"].append(model.psi(t, initial))
+        quantities["distance"].append(float((initial - tuned).norm()))
+    return quantities
 
 
 def report(table: pd.DataFrame, run: Run) -> list[str]:
@@ -167,7 +168,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
 
 
 def _always(metric: str) -> Comparison:
-    """In all problems."""
+    """The statement that a metric, a share of the problems, is 1: it holds in all of them."""
     return Comparison(metric, ALL, threshold=0.9999, exact=True, scale=100)
 
 

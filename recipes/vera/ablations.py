@@ -1,9 +1,9 @@
-"""VeRA's ranks beside LoRA's, and its variants: trained vectors, initialisations, shared matrices.
+"""VeRA and LoRA at several ranks, and VeRA's variants: vectors, initialisation, shared matrices.
 
 Scores against trained parameters for VeRA and for LoRA at several ranks (Section 4.5, Fig. 2), and
-at `small` for RandLoRA and VB-LoRA too; there methods are also compared at equal training time, by
-the measured time of a step. Then the variants of Tables 6 and 7 (Section 4.6). Each training is one
-of recipes.vera.glue's.
+at `small` for RandLoRA and VB-LoRA too, where methods are also compared at equal training time, by
+the measured time of a step. Then the variants of Tables 6 and 7 (Section 4.6). All stages are those
+of glue.yaml.
 
     python -m recipes.vera.ablations                            a generated task: seconds
     make weights && python -m recipes.vera.ablations --preset small --seeds 3
@@ -65,7 +65,7 @@ TABLE_7 = {  # RoBERTa-large: MRPC, RTE, CoLA, STS-B
     "unique": (90.7, 84.6, 68.3, 91.5),
 }
 VARIED = ("data.task", "model.rank", ARGS)
-ROUNDS, STEPS = 8, 5  # of the timing: in each round every row in turn makes so many steps
+ROUNDS, STEPS = 8, 5  # of the timing: in each round, every row in turn makes 5 steps
 
 
 def declare(run: Run) -> None:
@@ -85,7 +85,7 @@ def declare(run: Run) -> None:
                 settings = {"row": row, **scoring}
                 nodes = {"stage": stages[row]}
                 run.measure(f"{task}_{row}.score", seed, measure_score, nodes, settings)
-                if row == f"vera_r{grid['rank']}":  # with it the variants are compared
+                if row == f"vera_r{grid['rank']}":  # the variants are compared with this
                     default = {"row": "default", **scoring}
                     run.measure(f"{task}_default.score", seed, measure_score, nodes, default)
                 if grid["curves"]:
@@ -98,7 +98,7 @@ def declare(run: Run) -> None:
 
 
 def all_rows(grid: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The rows that the grid's ranks and variants make, with their settings."""
+    """All rows, of the grid's ranks and of VARIANTS, with their settings."""
     rows = {
         f"{method}_r{rank}": {METHOD: method, "model.rank": rank}
         for method in TITLES
@@ -125,7 +125,7 @@ def rows_of(grid: Mapping[str, Any], task: str) -> list[str]:
 
 
 def measure_curve(m: Measuring) -> Iterator[Row]:
-    """The score of every evaluation on the validation part, by updates."""
+    """The score of every evaluation on the validation part, by the number of updates."""
     scores = m.stages["stage"].history[f"val/{m.settings['metric']}"]
     updates = torch.load(m.stages["stage"].checkpoint, mmap=True, weights_only=True)["global_step"]
     for place, score in enumerate(scores, start=1):
@@ -135,14 +135,17 @@ def measure_curve(m: Measuring) -> Iterator[Row]:
 
 
 def measure_speed(m: Measuring) -> Iterator[Row]:
-    """Seconds of a training step (forward, backward, update) of every row, in one process."""
-    place = device()
+    """Seconds of a training step (forward, backward, update) of every row, timed in turn.
+
+    The median over rounds, without the first; one process, so that rows share the conditions.
+    """
+    where = device()
     stage = next(iter(m.stages.values()))
     batch = next(iter(stage.datamodule().train_dataloader()))
-    batch = {name: value.to(place) for name, value in batch.items()}
+    batch = {name: value.to(where) for name, value in batch.items()}
     steps = {}
-    for row, one in m.stages.items():
-        module = one.module(place)
+    for row, finished in m.stages.items():
+        module = finished.module(where)
         parameters = [p for p in module.parameters() if p.requires_grad]
         steps[row] = (module.train(), torch.optim.AdamW(parameters, lr=0.0, fused=True))
     seconds: dict[str, list[float]] = {row: [] for row in steps}
@@ -153,7 +156,7 @@ def measure_speed(m: Measuring) -> Iterator[Row]:
                 optimizer.zero_grad()
                 loss_of(*module.outputs(batch)).backward()
                 optimizer.step()
-            if place.type == "cuda":
+            if where.type == "cuda":
                 torch.cuda.synchronize()
             seconds[row].append((time.perf_counter() - start) / STEPS)
     for row, values in seconds.items():
@@ -202,7 +205,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
 def sweep_report(
     table: pd.DataFrame, run: Run, grid: Mapping[str, Any], tasks: list[str]
 ) -> list[str]:
-    """Scores by rank, the plot against tuned parameters, and at equal time where it is measured."""
+    """Scores by rank, their plot by tuned parameters, and scores at equal time where measured."""
     rows = {
         f"{method}_r{rank}": f"{TITLES[method]}, rank {rank}"
         for method in TITLES
@@ -244,7 +247,7 @@ def sweep_report(
 
 
 def by_parameters(table: pd.DataFrame, rows: Mapping[str, str]) -> pd.DataFrame:
-    """The scores of the sweep as curves: row is the method, x the number of tuned parameters."""
+    """The scores of the ranks as curves: `row` is the method, `x` the tuned parameters."""
     scores = select(table, {"metric": "score", "row": list(rows)}).copy()
     tuned = select(table, {"metric": "tuned"}).set_index(["seed", "set", "row"])["value"]
     keys = pd.MultiIndex.from_frame(scores[["seed", "set", "row"]])
@@ -254,14 +257,14 @@ def by_parameters(table: pd.DataFrame, rows: Mapping[str, str]) -> pd.DataFrame:
 
 
 def at_equal_time(table: pd.DataFrame, tasks: list[str]) -> pd.DataFrame:
-    """Each row's validation score when the row that trains the shortest has ended."""
+    """Each row's validation score at the time when the shortest training has ended."""
     lines = []
     for task in tasks:
-        pace = select(table, {"metric": "seconds per update", "set": task})
-        pace = pace.set_index("row")["value"]
+        timed = select(table, {"metric": "seconds per update", "set": task})
+        step_seconds = timed.set_index("row")["value"]
         points = select(table, {"metric": "score by updates", "set": task})
-        points = points[points["row"].isin(pace.index)]
-        seconds = points["x"] * pace.loc[points["row"]].to_numpy()
+        points = points[points["row"].isin(step_seconds.index)]
+        seconds = points["x"] * step_seconds.loc[points["row"]].to_numpy()
         limit = seconds.groupby(points["row"]).max().min()
         before = points[(seconds <= limit * 1.0001).to_numpy()]
         last = before.sort_values("x").groupby(["seed", "row"], sort=False).tail(1)

@@ -1,9 +1,9 @@
-"""What VeRA learns and costs: its vectors by layer, its ΔW and its fits of matrices beside LoRA's.
+"""Analyses of trained VeRA models: vectors by layer, weight changes, fits of matrices, cost.
 
-Fig. 3 (how far d and b move in each layer) and Appendix C (time and memory) on the models of
-recipes.vera.glue; Appendix D (cosine of LoRA's and VeRA's weight changes: rank 64 for both, all
-query layers, from the same weights); Appendix E (fits of random 10 × 10 matrices at equal numbers
-of parameters).
+Fig. 3 (how far training moves d and b in each layer) and Appendix C (time and memory) on the models
+of recipes.vera.glue; Appendix D (cosine of LoRA's and VeRA's weight changes: rank 64 for both, all
+query layers, the same initial weights); Appendix E (fits of random 10 × 10 matrices, VeRA and LoRA
+with equal numbers of parameters).
 
     python -m recipes.vera.analysis                            a generated task: seconds
     make weights && python -m recipes.vera.analysis --preset small --seeds 3
@@ -74,7 +74,7 @@ def measure_vectors(m: Measuring) -> Iterator[Row]:
 
 
 def measure_similarity(m: Measuring) -> Iterator[Row]:
-    """Cosine of LoRA's ΔW with VeRA's, and with noise, by layer (App. D); both ΔW's sizes."""
+    """Cosine of LoRA's ΔW with VeRA's and with noise, by layer (App. D); size of both ΔW."""
     models = {row: m.stages[row].module().model for row in METHODS}
     changes = {row: weight_changes(model) for row, model in models.items()}
     generator = torch.Generator().manual_seed(m.seed)
@@ -115,18 +115,19 @@ def measure_fits(m: Measuring) -> Iterator[Row]:
 
 
 def measure_cost(m: Measuring) -> Iterator[Row]:
-    """Seconds of the whole stage per update, and the memory of training without activations."""
+    """Seconds of a stage divided by its updates, and the memory of training without activations."""
     for row, stage in m.stages.items():
         updates = torch.load(stage.checkpoint, mmap=True, weights_only=True)["global_step"]
-        pace = None if stage.seconds is None else stage.seconds / updates
-        yield Row(metric="seconds per update", value=pace, row=row)
+        seconds = None if stage.seconds is None else stage.seconds / updates
+        yield Row(metric="seconds per update", value=seconds, row=row)
         yield Row(metric="bytes", value=held_bytes(stage.module().model), row=row)
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Bytes that training holds in float32, without activations.
+    """Bytes of memory that training takes in float32, without activations.
 
-    Weights, VeRA's A and B, and for trained parameters gradients and AdamW's two moments.
+    Counted are the weights, VeRA's A and B, and for trained parameters the gradients and AdamW's
+    two moments.
     """
     frozen = 0
     if hasattr(model, "vera"):

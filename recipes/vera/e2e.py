@@ -1,8 +1,8 @@
 """E2E: VeRA, LoRA and full fine-tuning of a language model, decoded and scored (Table 3).
 
 All methods start from the same model. After the last epoch the texts for the test part are decoded
-with the paper's beam search and scored as by the official scorer. The preset without pre-trained
-weights (`tiny`) first trains this start itself, in full. At `small`, learning rates are chosen by
+with the paper's beam search and scored as the official scorer does. `tiny`, which has no
+pre-trained weights, first trains the common model in full. At `small`, learning rates are chosen by
 the loss on the development part, with as many trials for every method.
 
     python -m recipes.vera.e2e                              generated examples, seconds on a CPU
@@ -43,7 +43,7 @@ VARIED = ("model.init_from", "data.tokenizer")
 
 
 def declare(run: Run) -> None:
-    """Tune the same model with every method, and score the decoded texts."""
+    """Declare the training of one model with every method, and the scores of the decoded texts."""
     grid = run.grid("e2e_grid")
     grid["common"] = start_of(run, "e2e", grid)
     for seed in run.seeds:
@@ -57,17 +57,17 @@ def declare(run: Run) -> None:
 
 
 def start_of(run: Run, config: str, grid: dict[str, Any]) -> dict[str, Any]:
-    """The settings that give all stages the same model and the same tokenizer to start from.
+    """The settings that give all stages the same initial model and the same tokenizer.
 
-    If the grid has a `base`, the model is trained first, in full; if no tokenizer is named, one is
-    made from the training part.
+    If the grid has a `base`, this model is first trained in full; if the stage's file names no
+    tokenizer, one is made from the training part.
     """
     common: dict[str, Any] = {}
     data = run.parsed(config).data
     if data.init_args.tokenizer is None:
         settings = {"class_path": data.class_path, "init_args": data.init_args.as_dict()}
-        made = run.measure("tokenizer", 0, make_tokenizer, settings=settings)
-        common["data.tokenizer"] = made / "tokenizer"
+        tokenizer = run.measure("tokenizer", 0, make_tokenizer, settings=settings)
+        common["data.tokenizer"] = tokenizer / "tokenizer"
     if grid["base"] is not None:
         base = run.stage("base", config, 0, common, grid["base"])
         common["model.init_from"] = base
@@ -75,7 +75,10 @@ def start_of(run: Run, config: str, grid: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_tokenizer(m: Measuring) -> Iterator[Row]:
-    """Write the tokenizer of a DataModule's training part; settings say which."""
+    """Write the tokenizer that a DataModule makes from its training part.
+
+    Settings: `class_path` and `init_args` of the DataModule.
+    """
     module, _, name = m.settings["class_path"].rpartition(".")
     data = getattr(__import__(module, fromlist=[name]), name)(**m.settings["init_args"])
     data.tokenizer.save_pretrained(m.folder / "tokenizer")
@@ -85,8 +88,8 @@ def make_tokenizer(m: Measuring) -> Iterator[Row]:
 def measure_texts(m: Measuring) -> Iterator[Row]:
     """Decode a text for each meaning representation of the test part, and score the texts.
 
-    The row "start" is VeRA's model without its vectors. outputs.txt has a text on each line, as the
-    official scorer (tuetschek/e2e-metrics) reads it, with references.txt as its reference file.
+    The row "start", the common initial model, is VeRA's with its vectors removed. The official
+    scorer (tuetschek/e2e-metrics) reads outputs.txt, one text a line, and references.txt.
     """
     stage, row, name = m.stages["stage"], m.settings["row"], m.settings["set"]
     data = stage.datamodule()
@@ -98,8 +101,8 @@ def measure_texts(m: Measuring) -> Iterator[Row]:
     texts = [""] * len(data.prompts("test"))
     for batch in data.test_dataloader():
         places = batch.pop("labels").tolist()
-        written = generate(module.model, batch, data.tokenizer)
-        for place, text in zip(places, written, strict=True):
+        decoded = generate(module.model, batch, data.tokenizer)
+        for place, text in zip(places, decoded, strict=True):
             texts[place] = " ".join(text.split())
     references = data.references("test")
     write_texts(m.folder, texts, references)
@@ -120,8 +123,8 @@ def measure_texts(m: Measuring) -> Iterator[Row]:
 
 
 def write_texts(folder: Path, texts: Sequence[str], references: Sequence[Sequence[str]]) -> None:
-    """outputs.txt, a text a line; references.txt, an empty line between two inputs'."""
-    blocks = "\n\n".join("\n".join(of_one) for of_one in references)
+    """Write outputs.txt, one text a line, and references.txt, an empty line between inputs."""
+    blocks = "\n\n".join("\n".join(several) for several in references)
     (folder / "outputs.txt").write_text("\n".join(texts) + "\n", encoding="utf-8")
     (folder / "references.txt").write_text(blocks + "\n", encoding="utf-8")
 

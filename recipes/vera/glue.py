@@ -1,6 +1,6 @@
-"""GLUE: VeRA beside other ways to fine-tune, over several seeds (Tables 2 and 8, Fig. 4).
+"""GLUE: VeRA compared with other fine-tuning methods, over several seeds (Tables 2, 8, Fig. 4).
 
-Each task is trained with each method. At `paper`, a run's score is that of its best evaluation on
+Each method is trained on each task. At `paper`, the score of a training is its best evaluation on
 the development set, and the table has the median over seeds, as in the paper. At `small`, learning
 rates are chosen on a held-out tenth of the training set, with as many trials for every method, and
 the last checkpoint is scored on the development set. The report also has the gain over the head
@@ -44,7 +44,7 @@ VARIED = ("data.task",)
 
 
 def declare(run: Run) -> None:
-    """Tune and score every task with every method, and score the majority class."""
+    """Declare the training and score of every method on every task, and of the majority class."""
     grid = run.grid("glue_grid")
     for seed in run.seeds:
         for task in grid["sets"]:
@@ -141,7 +141,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
 
 
 def paper_table() -> Table:
-    """Table 2."""
+    """The paper's Table 2, with the mean over tasks."""
     return Table(
         ["", *TASKS, "mean"],
         [

@@ -46,7 +46,7 @@ VARIED = (
 
 
 def declare(run: Run) -> None:
-    """Tune the same pre-trained model with every method on every data set."""
+    """Declare the training and score of every method on every data set, and of chance."""
     grid = run.grid("images_grid")
     common = {}
     if grid["pretrain"] is not None:
@@ -57,8 +57,8 @@ def declare(run: Run) -> None:
             for row in run.rows(grid["rows"]):
                 stage = train(run, "images", grid, row, name, seed, VARIED, "val/accuracy")
                 settings = {"row": row, "set": name, "metric": "accuracy", "part": "test"}
-                measure = f"{name}_{row}.score"
-                run.measure(measure, seed, measure_score, {"stage": stage}, settings)
+                title = f"{name}_{row}.score"
+                run.measure(title, seed, measure_score, {"stage": stage}, settings)
             run.measure(f"{name}_chance", seed, measure_chance, {"stage": stage}, {"set": name})
 
 
@@ -103,7 +103,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
 
 
 def close(name: str, row: str, number: str, threshold: float) -> Claim:
-    """A claim on VeRA against another row, on the mean of all data sets."""
+    """The claim that VeRA less another row exceeds `threshold`, on the mean of all data sets."""
     words = "above" if threshold >= 0 else "at most two points below"
     other = {"lora": "LoRA", "full": "full fine-tuning", "head": "the head alone"}[row]
     return Claim(
@@ -115,7 +115,8 @@ def close(name: str, row: str, number: str, threshold: float) -> Claim:
         test=Comparison(
             "score", "vera", row, threshold=threshold, mean_over="set", scale=100, digits=1
         ),
-        gate=Comparison("score", "full", "head", scale=100, digits=1),  # the head is not enough
+        # where the head alone is as good as full fine-tuning, methods cannot differ
+        gate=Comparison("score", "full", "head", scale=100, digits=1),
     )
 
 

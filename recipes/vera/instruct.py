@@ -2,9 +2,9 @@
 
 Both start from the same model and train for one epoch on the loss of the responses. The report has
 the loss on held-out examples before and after, and the number of parameters that the paper's models
-train. The paper's scores are an LLM judge's of answers to MT-Bench's 80 questions of two turns.
-The answers are written here, in FastChat's format (the grid names its question.jsonl); the judge is
-a paid service and is not called.
+train. The paper has an LLM judge score answers to MT-Bench's 80 questions of two turns. Here the
+answers are written in FastChat's format (the grid names its question.jsonl), but not judged, since
+the judge is a paid service.
 
     python -m recipes.vera.instruct                              generated tasks, seconds on a CPU
     make weights && python -m recipes.vera.instruct --preset small --seeds 3
@@ -55,7 +55,7 @@ LLAMA = {"7B": (4096, 11008, 32), "13B": (5120, 13824, 40)}  # width, hidden neu
 
 
 def declare(run: Run) -> None:
-    """Tune with every method, measure the held-out loss, and write the first seed's answers."""
+    """Declare every method's training and held-out loss, and for the first seed its answers."""
     grid = run.grid("instruct_grid")
     grid["common"] = start_of(run, "instruct", grid)
     for seed in run.seeds:
@@ -66,12 +66,12 @@ def declare(run: Run) -> None:
                 settings = {"row": name, "set": "Alpaca"}
                 run.measure(f"Alpaca_{name}.loss", seed, measure_loss, nodes, settings)
                 if seed == 0:
-                    asking = {"row": name, **grid["answers"]}
-                    run.measure(f"Alpaca_{name}.answers", 0, measure_answers, nodes, asking)
+                    settings = {"row": name, **grid["answers"]}
+                    run.measure(f"Alpaca_{name}.answers", 0, measure_answers, nodes, settings)
 
 
 def loaded(m: Measuring) -> Any:
-    """A row's module; that of the start is VeRA's without its vectors."""
+    """A row's module; for the row "start" VeRA's with its vectors removed, the initial model."""
     module = m.stages["stage"].module(device())
     if m.settings["row"] == START:
         strip(module.model)
@@ -108,8 +108,8 @@ def measure_answers(m: Measuring) -> Iterator[Row]:
     """Answer both turns of every question by greedy decoding.
 
     Writes judging/question.jsonl and judging/model_answer/<row>.jsonl, the files of FastChat's
-    `llm_judge`. Settings: `questions`, the path of question.jsonl, or "generated"; `count`, at most
-    so many of them; `max_new_tokens` of an answer.
+    `llm_judge`. Settings: `questions`, the path of question.jsonl, or "generated"; `count`, the
+    largest number of questions to answer; `max_new_tokens` of an answer.
     """
     data, row = m.datamodule("stage"), m.settings["row"]
     path = m.settings["questions"]
@@ -123,12 +123,12 @@ def measure_answers(m: Measuring) -> Iterator[Row]:
         places = [i for i, question in enumerate(questions) if len(question.turns) > turn]
         if turn:
             for i in places:
-                asked = questions[i].turns[turn]
-                conversations[i] = follow_up(conversations[i], answers[i][-1], asked)
-        written = answer(
+                question_text = questions[i].turns[turn]
+                conversations[i] = follow_up(conversations[i], answers[i][-1], question_text)
+        decoded = answer(
             model, data, [conversations[i] for i in places], m.settings["max_new_tokens"]
         )
-        for i, text in zip(places, written, strict=True):
+        for i, text in zip(places, decoded, strict=True):
             answers[i].append(text)
     write_judging(m.folder / "judging", row, questions, answers)
     lengths = [len(text.split()) for turns in answers for text in turns]
@@ -152,7 +152,7 @@ def answer(model: Any, data: Any, prompts: Sequence[str], max_new_tokens: int) -
 def write_judging(
     folder: Path, row: str, questions: Sequence[Question], answers: Sequence[Sequence[str]]
 ) -> None:
-    """question.jsonl and model_answer/<row>.jsonl."""
+    """Write question.jsonl and model_answer/<row>.jsonl, files of FastChat's `llm_judge`."""
     write_lines(folder / "question.jsonl", [question._asdict() for question in questions])
     lines = [
         {

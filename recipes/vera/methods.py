@@ -1,4 +1,4 @@
-"""What VeRA's experiments share: the settings of a row on a set, and the choice of learning rates.
+"""Shared by VeRA's experiments: the settings of a row on a data set, and its learning rate trials.
 
 An experiment's grid (`<experiment>_grid.yaml`) names its rows, the methods that are compared, and
 its sets, the tasks or data sets that they train on:
@@ -41,16 +41,16 @@ METHOD = "model.method"
 
 
 def settings_of(grid: Mapping[str, Any], row: str, name: str) -> dict[str, Any]:
-    """All settings of a row on a set, each source overriding those before.
+    """All settings of a row on a set.
 
-    The grid's `common`, the set's settings for all rows, the row's own, and the set's settings for
-    this row (or for its method).
+    They come from the grid's `common`, the set's settings for all rows, the row's settings, and the
+    set's settings for this row (or for its method); each overrides those before.
     """
-    of_row, of_set = grid["rows"][row], grid["sets"][name]
-    method = of_row.get(METHOD, row)
-    of_all = {key: value for key, value in of_set.items() if "." in key or key == "data"}
-    special = of_set.get(row, of_set.get(method, {}))
-    return {**grid.get("common", {}), **of_all, **of_row, **special, METHOD: method}
+    row_settings, set_entry = grid["rows"][row], grid["sets"][name]
+    method = row_settings.get(METHOD, row)
+    all_rows = {key: value for key, value in set_entry.items() if "." in key or key == "data"}
+    this_row = set_entry.get(row, set_entry.get(method, {}))
+    return {**grid.get("common", {}), **all_rows, **row_settings, **this_row, METHOD: method}
 
 
 def train(
@@ -67,23 +67,24 @@ def train(
     """Declare a row's training on a set, at the learning rate that is best in its trials.
 
     Args:
-        run: the experiment's.
+        run: receives the stages.
         config: the stage's YAML file.
-        grid: the experiment's.
-        row: one of its rows.
-        name: one of its sets.
+        grid: of the experiment.
+        row: one of the grid's rows.
+        name: one of the grid's sets.
         seed: of the training; trials have seed 0.
-        varied: the settings that make a row and a set what they are; no flag may change them.
-        metric: by which trials are judged, on their validation part.
-        mode: "max" or "min".
+        varied: the settings that define a row or a set; no flag may change them.
+        metric: logged on the trials' validation part; the best trial is chosen by it.
+        mode: whether "max" or "min" of the metric is best.
     """
     settings = settings_of(grid, row, name)
     fixed = {key: settings.pop(key) for key in (METHOD, *varied) if key in settings}
     tuning = grid.get("tuning", {})
     trials_of = tuning.get("trials", {})
-    of_method = trials_of.get(fixed[METHOD], {})  # for a variant, unless it has a value of its own
-    of_variant = {key: ones for key, ones in of_method.items() if key not in grid["rows"][row]}
-    for key, values in trials_of.get(row, of_variant).items():
+    # a row without trials has its method's, but not of the settings that the row itself fixes
+    of_method = trials_of.get(fixed[METHOD], {})
+    inherited = {key: values for key, values in of_method.items() if key not in grid["rows"][row]}
+    for key, values in trials_of.get(row, inherited).items():
         before = {**settings, **tuning.get("settings", {})}
         before.pop(key, None)
         label = key.rpartition(".")[2]
@@ -96,14 +97,14 @@ def train(
 
 
 def learnt(table: pd.DataFrame, sets: Sequence[str], rows: tuple[str, str]) -> list[str]:
-    """The sets in which the first row scores above the second, so that methods can differ there.
+    """The sets in which the first row scores above the second; only there can methods differ.
 
     With two seeds or more the 95 % interval of the paired difference has to lie above zero.
     """
-    open_sets = []
+    learnt_sets = []
     for name in sets:
         values = [by_seed(table, "score", {"row": row, "set": name}) for row in rows]
         compared = difference(*values)
         if (compared.low if compared.n > 1 else compared.mean) > 0:
-            open_sets.append(name)
-    return open_sets
+            learnt_sets.append(name)
+    return learnt_sets
