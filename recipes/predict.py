@@ -41,7 +41,7 @@ from lightning_modules.decoding import generate
 from lightning_modules.matformer.costs import choose
 from lightning_modules.vera import load_adapter
 from lightning_modules.weights import read_checkpoint
-from recipes.records import write_whole
+from recipes.records import write_atomically
 from recipes.tables import Table
 
 SHOWN = 20  # rows in the terminal; the file has all
@@ -401,6 +401,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise ValueError(f"none of the {len(inputs)} pictures could be read")
     table = table_of(rows)
     file = Path(options.out) / "predictions.csv"
-    write_whole(file, table.to_csv(index=False))
+    write_atomically(file, table.to_csv(index=False))
     count = f"{len(table):,} prediction{'s' if len(table) > 1 else ''}"
     brief(rows, predictor.kind == "images").show(f"{count}: {file}")

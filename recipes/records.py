@@ -180,10 +180,10 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
     """Write a node's record: fingerprint, whether it is finished, seconds, origins."""
-    write_whole(folder / RECORD, json.dumps(record, indent=1) + "\n")
+    write_atomically(folder / RECORD, json.dumps(record, indent=1) + "\n")
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file atomically: others read the old or the new text, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.{os.getpid()}")

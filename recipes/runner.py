@@ -27,7 +27,7 @@ from recipes.flags import Flags, names_in
 from recipes.messages import ExperimentFailed
 from recipes.nodes import Measurement, Measuring, Node, Stage, finished, is_finished, resolved
 from recipes.progress import View, console
-from recipes.records import ROWS, read_record, write_record, write_whole
+from recipes.records import ROWS, read_record, write_atomically, write_record
 from recipes.work import MeasurementTask, Training, measure, train
 
 RUN = "run.json"  # in a run's folder, for `python -m recipes report`
@@ -49,7 +49,7 @@ def run_experiment(experiment: Experiment, argv: list[str] | None = None) -> Run
         return run
     with locked(run):
         saved = {"experiment": experiment.name, "command": run.command}
-        write_whole(run.out / RUN, json.dumps(saved) + "\n")
+        write_atomically(run.out / RUN, json.dumps(saved) + "\n")
         copy_files(run)
         execute(run, executor_of(run))
         if all(is_finished(node) for node in run.nodes.values()):
@@ -157,7 +157,7 @@ def copy_files(run: Run) -> None:
     for node in run.nodes.values():
         if isinstance(node, Stage):
             copy = node.run.out / "stages" / node.file.name
-            write_whole(copy, node.file.read_text(encoding="utf-8"))
+            write_atomically(copy, node.file.read_text(encoding="utf-8"))
             node.file = copy
 
 

@@ -24,7 +24,7 @@ class Column:
         where: conditions on lines of the tidy table, such as {"set": "RTE"}; see `by_seed`.
         mean_over: see `by_seed`.
         scale: factor by which values are multiplied: 100 for percent.
-        digits: number of decimals.
+        digits: number of decimals. With 0 (counts, not scores) no cell is marked † as collapsed.
         spread: "sd": mean ± standard deviation; "range": median (lowest–highest); "": the mean.
         reference: a row; cells are then paired differences to it, with 95 % interval.
     """

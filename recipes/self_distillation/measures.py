@@ -16,7 +16,7 @@ from lightning_modules.self_distillation import distance
 from lightning_modules.self_distillation.mae_checkpoint import to_timm
 from lightning_modules.weights import fingerprint, read_state_dict
 from recipes.experiment import Measuring
-from recipes.records import Finished, type_of, write_whole
+from recipes.records import Finished, type_of, write_atomically
 from recipes.results import Row
 
 ORIGINAL = "original.ckpt"
@@ -72,7 +72,7 @@ def score(m: Measuring) -> Iterator[Row]:
     settings = tuned.settings.data
     arguments = {"data": settings.class_path, "settings": settings.init_args.as_dict()}
     text = json.dumps({**arguments, "parts": manifest, "checkpoint": str(checkpoint)}, indent=1)
-    write_whole(m.folder / "split.json", text + "\n")
+    write_atomically(m.folder / "split.json", text + "\n")
 
 
 def tested(
