@@ -1,8 +1,8 @@
-"""Lists of pictures and what is said of them, and which of the pictures can be read.
+"""Reading lists of pictures with captions, and checking which pictures can be read.
 
-ALBEF's json (`[{"image": …, "caption": text or list of texts}, …]`: COCO, Flickr30k, SBU,
-Conceptual Captions), a csv or text file with the columns image and caption (Flickr8k), and
-Flickr8k's `name.jpg#0<tab>caption`.
+The formats are ALBEF's json (`[{"image": …, "caption": text or list of texts}, …]`: COCO,
+Flickr30k, SBU, Conceptual Captions), a csv or text file with the columns image and caption
+(Flickr8k), and Flickr8k's `name.jpg#0<tab>caption`.
 """
 
 import json
@@ -24,14 +24,14 @@ BadImages = Literal["refuse", "skip"]
 
 @dataclass(frozen=True)
 class Captioned:
-    """An image's path as its list gives it, and its captions."""
+    """An image's path, as in the list, and its captions."""
 
     image: str
     captions: tuple[str, ...]
 
 
 def plain(text: str) -> str:
-    """Lower case, without punctuation; hyphens and slashes are spaces (ALBEF's)."""
+    """A text in lower case without punctuation, hyphens and slashes as spaces (as in ALBEF)."""
     text = re.sub(r"[,.'!?\"()*#:;~]", "", text.lower()).replace("<person>", "person")
     return " ".join(re.sub(r"[-/]", " ", text).split())
 
@@ -41,8 +41,8 @@ def read_captions(file: Path) -> list[Captioned]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is of no known form, names no images, or a row has more or fewer cells than
-            the header.
+        ValueError: its format is not known, it has no images, or a row has more or fewer cells
+            than the header.
     """
     if not file.is_file():
         raise FileNotFoundError(
@@ -76,12 +76,12 @@ def _pairs(file: Path) -> list[tuple[str, str | list[str]]]:
             f"{file} has the columns {', '.join(header) or 'none'}, expected image and caption: a "
             "caption list without images cannot be paired."
         )
-    # a row is too long where a caption has a comma and no quotation marks
+    # a caption with a comma but without quotation marks makes a row too long
     return [(row["image"], row["caption"]) for _, row in named_cells(file, header, rows)]
 
 
 def read_json(file: Path) -> Any:
-    """A json file's content.
+    """The content of a json file.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -96,15 +96,15 @@ def read_json(file: Path) -> Any:
 
 
 def usable(images: Sequence[Path], bad: BadImages) -> list[bool]:
-    """Which of the images are there and begin as an image does.
+    """Which of the images exist and can be opened as images.
 
     Args:
-        images: files; each is looked at once.
-        bad: "refuse" raises for the first that is not; "skip" counts and names them in the log.
+        images: files; each is checked once.
+        bad: "refuse" raises an error if one cannot; "skip" counts and names them in the log.
 
     Raises:
-        FileNotFoundError: a file is missing and is not to be skipped.
-        ValueError: a file is no image and is not to be skipped; or none is left.
+        FileNotFoundError: with "refuse", a file is missing.
+        ValueError: with "refuse", a file is no image; or no image is left.
     """
     reasons = {file: _fault(file) for file in dict.fromkeys(images)}
     faults = {file: reason for file, reason in reasons.items() if reason}
@@ -140,6 +140,6 @@ def _fault(file: Path) -> str:
     try:
         with Image.open(file) as image:
             image.verify()
-    except Exception as error:  # whatever a decoder stumbles over
+    except Exception as error:  # decoders raise all kinds
         return f"unreadable ({type(error).__name__})"
     return ""

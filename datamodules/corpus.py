@@ -1,9 +1,8 @@
-"""Text for language models: documents of several sources, packed into blocks of tokens.
+"""Text for language models: documents, tokenised and packed into blocks.
 
-Documents come from files (text, or a column of csv, tsv and jsonl), from a set of the `datasets`
-library, or from the Python source that is installed anyway. They are tokenised once, into token
-files (see token_files.py) that are read without loading them, so that a corpus may be larger than
-memory.
+Documents come from files (text, or a column of csv, tsv and jsonl), from a dataset of the
+`datasets` library, or from the installed Python source. They are tokenised once, into memory-mapped
+token files (see token_files.py), so that a corpus may be larger than memory.
 """
 
 import csv
@@ -32,8 +31,8 @@ from datamodules.tokens import load_tokenizer, tokenizer_state, train_tokenizer
 
 Source = Literal["python", "files", "datasets"]
 BYTES = 259  # entries of `train_tokenizer`'s tokenizer when it has no merges: one for each byte
-PIECE = 2**20  # characters; a longer text file is several documents, cut at line ends
-TRAINING_BYTES = 50_000_000  # of text, from which a tokenizer is trained
+PIECE = 2**20  # characters; a longer text file is split at line ends into several documents
+TRAINING_BYTES = 50_000_000  # most bytes of text that a tokenizer is trained on
 SPLITS = {"train": "train", "val": "validation", "test": "test"}
 
 
@@ -45,26 +44,28 @@ class CorpusData(PartsData):
     text is scored once, in windows (see `Windows`). Samples have `input_ids` and `labels` (L,).
 
     Args:
-        source: "python", the Python source that is installed; "files"; or "datasets", a set of the
+        source: "python", the installed Python source; "files"; or "datasets", a dataset of the
             `datasets` library.
-        train: files or folders to train on, a name's last part may have *; or the set's name. A
-            folder with a manifest.json is a token file and taken as it is.
-        val: files to validate on (source "files"). None: the set's validation split, or else the
-            last `val_fraction` of the training tokens, whatever the seed.
-        test: files to test on (source "files"). None: the set's test split, or else the validation
-            part.
-        root: folder in which files are that are not found from here; RECIPES_DATA when None.
-        column: of csv, tsv and jsonl files and of sets, with the text.
-        config: of the set, such as "wikitext-2-raw-v1".
-        tokenizer: transformers' name of one, or a folder with its files. None: one with
-            `vocab_size` entries is trained on the training text; 259 is byte-level.
+        train: source "files": files or folders to train on, with * allowed in a name's last part;
+            source "datasets": the dataset's name. A folder with a manifest.json is a token file
+            and used as it is.
+        val: files to validate on (source "files"). None: the dataset's validation split, or else
+            the last `val_fraction` of the training tokens, whatever the seed.
+        test: files to test on (source "files"). None: the dataset's test split, or else the
+            validation part.
+        root: folder to look in for files that are not below the current folder; RECIPES_DATA when
+            None.
+        column: name of the column with the text, in csv, tsv and jsonl files and in datasets.
+        config: configuration of the dataset, such as "wikitext-2-raw-v1".
+        tokenizer: name of a transformers tokenizer, or a folder with its files. None: a tokenizer
+            with `vocab_size` entries is trained on the training text; 259 is byte-level.
         vocab_size: see `tokenizer`.
         length: tokens in a block or window, the model's context.
         eval_stride: see `Windows`; length - 1, disjoint windows, when None.
         val_fraction: see `val`.
-        max_bytes: of text, read from each part at most; the last document is cut there.
-        eval_tokens: scored of validation and test at most.
-        cache: folder of token files and trained tokenizers.
+        max_bytes: most bytes of text to read from each part; the last document is cut there.
+        eval_tokens: most tokens to score of the validation and of the test part.
+        cache: folder for token files and trained tokenizers.
         batch_size: blocks per device and training step.
         **kwargs: see `PartsData`.
     """
@@ -95,7 +96,7 @@ class CorpusData(PartsData):
         if (source == "python") != (train is None):
             raise ValueError(
                 f"source is {source} and train is {train!r}: set --data.train to files or to the "
-                "set's name, except for source python, which needs none."
+                "dataset's name, except for source python, which needs none."
             )
         if not 0 < val_fraction < 1:
             raise ValueError(
@@ -103,8 +104,8 @@ class CorpusData(PartsData):
             )
         if source != "files" and (val or test):
             raise ValueError(
-                f"source is {source}, val is {val!r} and test is {test!r}: expected neither, which "
-                "are for source files; python holds out val_fraction, and a set has its splits."
+                f"source is {source}, val is {val!r} and test is {test!r}, expected neither: they "
+                "are for source files; python holds out val_fraction, a dataset has its own splits."
             )
         limits = {"eval_stride": eval_stride, "max_bytes": max_bytes, "eval_tokens": eval_tokens}
         for name, value in limits.items():
@@ -122,13 +123,13 @@ class CorpusData(PartsData):
         self._files: dict[str, TokenFile] = {}
 
     def prepare_data(self) -> None:
-        """Tokenise, in one process of each machine."""
+        """Tokenise the text; Lightning calls this in one process of each machine."""
         self.token_file("train")
         self.stream("val")
 
     @property
     def tokenizer(self) -> Any:
-        """Trained ones are kept in `cache`, under a name made of what they were trained on."""
+        """The tokenizer; a trained one is kept in `cache`, named by a hash of its training text."""
         if self._tokenizer is None:
             if self.tokenizer_name:
                 self._tokenizer = load_tokenizer(self.tokenizer_name)
@@ -162,7 +163,7 @@ class CorpusData(PartsData):
         return TokenStream(file, border, border + self.eval_tokens if self.eval_tokens else None)
 
     def token_file(self, part: str) -> TokenFile:
-        """The tokens of all documents of a part, written when they are first asked for."""
+        """The tokens of all documents of a part; the file is written at the first call."""
         if part not in self._files:
             if (written := self._written(part)) is not None:
                 folder = written
@@ -192,12 +193,12 @@ class CorpusData(PartsData):
                 return
 
     def members(self, part: str) -> tuple[list[str], bool]:
-        """One line: how many tokens of which file; see `PartsData.members`."""
+        """One line with the token file's manifest and the tokens used; see `PartsData.members`."""
         stream = self.stream(part)
         return [json.dumps({**stream.file.manifest, "used": len(stream)}, sort_keys=True)], False
 
     def describe(self) -> dict[str, Any]:
-        """A prompt is a text as it stands, short enough that some may follow it."""
+        """Prompts are texts without a template, short enough to leave room for generated tokens."""
         return {
             "kind": "prompts",
             "template": "{input}",
@@ -208,7 +209,7 @@ class CorpusData(PartsData):
         }
 
     def _exists(self, part: str) -> bool:
-        """Whether a part has documents of its own, and is not cut off the training part."""
+        """Whether a part has its own documents; otherwise it is held out of the training part."""
         if self.source == "datasets":
             return part == "train" or SPLITS[part] in set_splits(
                 str(self.parts["train"]), self.config
@@ -220,7 +221,7 @@ class CorpusData(PartsData):
         return find_files([named] if isinstance(named, str) else named or [], self._root())
 
     def _key(self, part: str) -> str:
-        """What the documents of a part are made from."""
+        """A string that identifies the sources of a part's documents, for the names in `cache`."""
         if self.source == "datasets":
             made_from: Any = [self.parts["train"], self.config, SPLITS[part]]
         else:
@@ -232,7 +233,7 @@ class CorpusData(PartsData):
         return self.tokenizer_name or f"{self.trained_size} of {self._key('train')}"
 
     def _written(self, part: str) -> Path | None:
-        """The token file that was named for a part, if one was; looked for where files are."""
+        """The token file that `train`, `val` or `test` names, if it names one."""
         named = self.parts[part]
         if self.source != "files" or not isinstance(named, str):
             return None
@@ -265,18 +266,18 @@ class CorpusData(PartsData):
             yield text
 
 
-# Sources of documents.
+# Reading documents.
 
 
 def find_files(patterns: Sequence[str], root: str = "") -> list[Path]:
-    """The files that names, folders and patterns stand for, sorted within each.
+    """The files that names, folders and patterns with * refer to, sorted within each pattern.
 
     Args:
-        patterns: looked for from here, and then below `root`.
+        patterns: relative to the current folder, or else to `root`.
         root: a folder; "" for none.
 
     Raises:
-        FileNotFoundError: nothing is there under one of them.
+        FileNotFoundError: no file matches one of them.
     """
     paths: list[Path] = []
     for pattern in patterns:
@@ -292,7 +293,7 @@ def find_files(patterns: Sequence[str], root: str = "") -> list[Path]:
 
 
 def _places(name: str, root: str) -> list[Path]:
-    """Where a name may lie: from here, and below the root."""
+    """The paths that a name may mean: relative to the current folder, or to the root."""
     return [Path(name).expanduser(), *([Path(root, name).expanduser()] if root else [])]
 
 
@@ -304,10 +305,10 @@ def _matching(name: Path) -> list[Path]:
 
 
 def read_file(path: Path, column: str) -> Iterator[str]:
-    """The documents of a file, read as they are asked for.
+    """Yield the documents of a file.
 
-    Of csv, tsv and jsonl files each row's `column` is one; another file is one, or several of
-    about a million characters, cut at line ends.
+    In csv, tsv and jsonl files each row's `column` is a document. Any other file is one document,
+    or, if it is long, several of about a million characters, split at line ends.
 
     Raises:
         ValueError: the file is not UTF-8, or a row has no such column or no text in it.
@@ -360,10 +361,10 @@ def _pieces(lines: Iterator[str]) -> Iterator[str]:
 
 @functools.cache
 def python_files() -> list[Path]:
-    """The Python source that is installed: the standard library and all packages.
+    """The installed Python source files: the standard library and all packages.
 
-    In the order of the hashes of the names below their folder, so that the first million bytes
-    are of many packages, and few change places when a package comes or goes.
+    Ordered by a hash of their names, so that the first million bytes come from many packages, and
+    the order hardly changes when a package is installed or removed.
     """
     folders = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
     names: dict[str, Path] = {}
@@ -380,7 +381,7 @@ def _hash(name: str) -> str:
 
 
 def read_python() -> Iterator[str]:
-    """The text of each of `python_files` that is UTF-8."""
+    """Yield the text of each of `python_files` that is UTF-8."""
     for path in python_files():
         try:
             yield path.read_text(encoding="utf-8")
@@ -389,7 +390,7 @@ def read_python() -> Iterator[str]:
 
 
 def set_splits(name: str, config: str | None) -> list[str]:
-    """The splits of a set of the `datasets` library."""
+    """The splits of a dataset of the `datasets` library."""
     import datasets
 
     return datasets.get_dataset_split_names(name, config)

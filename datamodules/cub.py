@@ -94,12 +94,12 @@ def read_table(
 
     Args:
         path: the file.
-        parse: makes the value of its text; a ValueError of it is passed on with file and line.
-        images: the ids that the file must have, each once; any when None.
+        parse: converts the text of a value; its ValueError is raised again with file and line.
+        images: the ids that the file must have, each once; None: any ids.
 
     Raises:
         FileNotFoundError: the file is missing.
-        ValueError: a line has another form, an id is unknown, repeated or left out.
+        ValueError: a line has another format, or an id is unknown, repeated or missing.
     """
     if not path.is_file():
         raise FileNotFoundError(

@@ -1,11 +1,11 @@
-"""Object detection: COCO 2017, and sets of that form.
+"""Object detection: COCO 2017, and datasets in its format.
 
     coco/annotations/instances_{train,val}2017.json
     coco/{train,val}2017/*.jpg
 
-Category numbers have gaps (COCO's 80 reach up to 90): classes are their order. Masks, polygons or
-run lengths, are read where they are asked for. A crowd, one box around many, is no target of
-training; in evaluation COCO's rules leave out what is found in it.
+Category numbers have gaps (COCO's 80 go up to 90), so classes are numbered by their order. Masks
+(polygons or run lengths) are read only with `masks`. A crowd, one box around many objects, is no
+training target; in evaluation, COCO's rules ignore detections in it.
 """
 
 import json
@@ -26,15 +26,15 @@ from datamodules.scenes import SHAPES, SceneData, Square, draw_shape
 
 
 class Annotated(NamedTuple):
-    """An image's file and what is in it.
+    """An image file and its annotations.
 
     Attributes:
-        file: of the image.
+        file: path of the image.
         boxes: (n, 4), corners (x1, y1, x2, y2) in pixels.
         labels: (n,), classes.
         crowd: (n,), 1 for a crowd.
-        area: (n,), of the objects, not of their boxes.
-        shapes: the objects' masks as COCO writes them: lists of polygons, or run lengths.
+        area: (n,), areas of the objects, not of their boxes.
+        shapes: the objects' masks in COCO's format: lists of polygons, or run lengths.
     """
 
     file: Path
@@ -92,21 +92,21 @@ class DetectionSet(Dataset):
 class DetectionData(SceneData):
     """Batches `(images (B, 3, S, S), targets, places (B,))`.
 
-    The longer side of an image is resized to S, and the square filled up at the right and at the
+    The longer side of an image is resized to S, and the square is padded at the right and at the
     bottom, in training and in evaluation; training images are flipped with probability ½. A target
-    has "seen", the height and width in the square that are the image; "class_labels" (n,) and
+    has "seen", the height and width that the image takes up in the square; "class_labels" (n,) and
     "boxes" (n, 4), (centre x, centre y, width, height) as shares of these, as DETR's losses take
     them; "size", the height and width of the original; and "truth", the original "boxes" (corners
     in pixels), "labels", "iscrowd" and "area", as torchmetrics' MeanAveragePrecision takes them.
-    With masks, "masks" are (n, S, S) in the target and (n, height, width) in the truth. A place is
-    the image's; -100 marks a sample that only fills up the last evaluation round of several ranks.
+    With masks, "masks" are (n, S, S) in the target and (n, height, width) in the truth. Places are
+    the images' indices; -100 marks samples that only fill up the last batches of several ranks.
 
-    Images without a box (crowds aside) are left out of training and stay in validation. Validation
-    serves as test: the labels of the test images are not public.
+    Training leaves out images without a box (crowds do not count), validation has them. The test
+    part is the validation part again, since the labels of the test images are not public.
 
     Args:
         image_size: S in pixels.
-        masks: whether the objects' masks are read.
+        masks: whether to read the objects' masks.
         **kwargs: see `SceneData`.
     """
 
@@ -164,15 +164,16 @@ class DetectionData(SceneData):
 def read_coco(folder: Path, part: str) -> tuple[list[str], list[Annotated]]:
     """The class names and the images of a part, in the order of their numbers.
 
-    Boxes are cut to the image; those of less than a pixel are left out, as in mmdetection.
+    Boxes are clipped to the image; those narrower or lower than a pixel are left out, as in
+    mmdetection.
 
     Args:
-        folder: of COCO.
+        folder: COCO's folder.
         part: such as "val2017".
 
     Raises:
         FileNotFoundError: the annotations or an image are missing.
-        ValueError: the file is not of COCO's form.
+        ValueError: the file does not have COCO's format.
     """
     path = folder / "annotations" / f"instances_{part}.json"
     if not path.is_file():
@@ -223,12 +224,12 @@ def read_coco(folder: Path, part: str) -> tuple[list[str], list[Annotated]]:
 
 
 def area_of(annotation: dict[str, Any]) -> float:
-    """Of its mask, or where the tool that wrote it left that out, of its box."""
+    """The area of an annotation's mask, or of its box if the file has no area."""
     return annotation.get("area", annotation["bbox"][2] * annotation["bbox"][3])
 
 
 def read_masks(shapes: Sequence[Any], height: int, width: int) -> Tensor:
-    """Masks (n, height, width), bool, of polygons or run lengths.
+    """Masks (n, height, width), bool, from polygons or run lengths.
 
     Raises:
         ValueError: one is neither.
@@ -252,25 +253,25 @@ def read_masks(shapes: Sequence[Any], height: int, width: int) -> Tensor:
     return masks
 
 
-# A small set of the same form.
+# Generated data in the same format.
 
-NUMBERS = (1, 3, 90)  # of the categories, with gaps
+NUMBERS = (1, 3, 90)  # of the categories; with gaps, as in COCO
 
 
 def write_coco(
     folder: str | Path, train: int = 48, val: int = 16, size: int = 64, seed: int = 0
 ) -> Path:
-    """Writes images of coloured shapes before a striped wall, annotated in COCO's form.
+    """Writes images of coloured shapes with annotations in COCO's format.
 
-    Down to its oddities: category numbers with gaps, an image without a box in each part, and a
-    crowd with a run-length mask in every eighth image.
+    Like COCO they have category numbers with gaps, an image without a box in each part, and a crowd
+    with a run-length mask in every eighth image.
 
     Args:
-        folder: made if it is not there.
+        folder: created if it does not exist.
         train: number of training images.
         val: number of validation images.
-        size: of the shorter side, in pixels.
-        seed: of what is drawn.
+        size: length of the shorter side, in pixels.
+        seed: seed of the images.
 
     Returns:
         The folder.

@@ -58,13 +58,13 @@ class DigitsData(ImageData):
 class PairedDigitsData(DigitsData):
     """Numbers of two handwritten digits, 16 × 16 pixels; ten classes, A to J, of ten numbers each.
 
-    Which class a number has is a fixed random table: a model has to read both digits and to know a
-    hundred numbers by heart. A wide model does so better than a narrow one, while digits alone are
-    too easy for width to matter. The digits of validation are others than those of training.
+    A fixed random table assigns the hundred numbers to the classes, so a model has to read both
+    digits and to memorise the table. Wide models do so better than narrow ones, while single digits
+    are too easy for width to matter. Training and validation have different digits.
 
     Args:
         image_size: 16 leaves the images as they are.
-        augmentation: there are 1.7 million different pairs of training digits.
+        augmentation: "none", since there are 1.7 million different pairs of training digits.
         train_pairs: training images, drawn by `seed`.
         val_pairs: validation images, drawn by `seed`.
         **kwargs: see `DigitsData`.
@@ -92,9 +92,9 @@ class PairedDigitsData(DigitsData):
 
 
 def paired(digits: Sequence[Item], count: int, seed: int) -> list[Item]:
-    """Random pairs of digits, side by side and twice as high, with their number's class.
+    """Random pairs of digits, side by side and stretched to twice the height, with their classes.
 
-    More pairs of one seed begin with the fewer.
+    With equal seeds, a longer list of pairs begins with the shorter one.
     """
     rng = np.random.default_rng(seed)
     classes = np.random.default_rng(0).permutation(np.arange(100) % 10)  # by number, 00 to 99

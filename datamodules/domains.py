@@ -1,4 +1,4 @@
-"""Sentences of a special domain, as their publishers lay them out, for further pre-training.
+"""Labelled sentences of a special domain, in their official formats, for further pre-training.
 
 SciERC, ACL-ARC and ChemProt come from SciBERT's repository: a folder with train.txt, dev.txt and
 test.txt, each line a JSON object with `text` and `label`. tweet_eval's sets (emotion, …) have
@@ -21,16 +21,16 @@ Source = Literal["folder", "generated"]
 class DomainData(SentenceData):
     """Labelled sentences of one of the sets above, with a tokenizer that has a mask token.
 
-    Classes are the labels of the training file, sorted; a label that appears elsewhere only is an
-    error.
+    Classes are the labels of the training file, sorted; a label that appears only in another file
+    is an error.
 
     Args:
-        name: folder of the set in `root`.
-        root: folder of the sets; RECIPES_DATA when None.
-        source: "folder" reads it; "generated" writes a small set with `write_domain` and reads
+        name: folder of the dataset in `root`.
+        root: folder of the datasets; RECIPES_DATA when None.
+        source: "folder" reads it; "generated" writes a small dataset with `write_domain` and reads
             that.
-        **kwargs: see `TokenizedData`. A tokenizer without mask token gets `<mask>`, after the
-            entries it has.
+        **kwargs: see `TokenizedData`. A tokenizer without mask token gets `<mask>`, as its last
+            entry.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ def read_domain(folder: str | Path, part: str) -> list[tuple[str, str, str]]:
     return rows
 
 
-# A small set of the same format.
+# Generated data in the same format.
 
 _RELATIONS = {
     "USED-FOR": ("is used for", "serves", "is applied to"),
@@ -133,11 +133,11 @@ def write_domain(
     """Writes sentences with two marked entities and their relation, as SciERC has them.
 
     Args:
-        root: the three files are put in it.
+        root: folder for the three files.
         train: number of training examples.
         val: number of development examples.
         test: number of test examples.
-        seed: of what is written.
+        seed: seed of the sentences.
 
     Returns:
         The folder.

@@ -1,8 +1,8 @@
-"""E2E (Novikova et al., arXiv 1706.09254): a restaurant's data in, a sentence about it out.
+"""E2E (Novikova et al., arXiv 1706.09254): describe a restaurant in words, given its data.
 
-Preparation as in LoRA's pipeline, which VeRA follows: a causal language model reads the meaning
-representation (MR), a begin token, a space, the text, an end token, and is trained on what follows
-the begin token.
+Prepared as in LoRA's pipeline, which VeRA follows: a causal language model reads the meaning
+representation (MR), a begin token, a space, the text and an end token, and is trained on the tokens
+after the begin token.
 """
 
 import csv
@@ -33,10 +33,10 @@ class Row(NamedTuple):
 
 
 class E2EData(PromptedData):
-    """Batches for a causal language model, and the references to score what it writes.
+    """Meaning representations as prompts for a causal language model, and texts about them.
 
-    A prompt is MR + begin, with the end-of-text token for a tokenizer that has no begin token; the
-    text is " " + ref + end. See `PromptedData` for the batches.
+    A prompt is MR + begin (the end-of-text token, if the tokenizer has no begin token); the text is
+    " " + ref + end. See `PromptedData` for the batches.
 
     Args:
         root: folder with the files; $RECIPES_DATA/e2e_nlg when None.
@@ -45,8 +45,8 @@ class E2EData(PromptedData):
         format: "official" csv files, or "lora": lines `slot : value | …||text` of train.txt,
             valid.txt and test.txt, in `root` or in its folder lora_format.
         max_length: see `TokenizedData`.
-        batch_size: likewise.
-        **kwargs: likewise; but `eval_limit` counts MRs, which keep all their references.
+        batch_size: see `TokenizedData`.
+        **kwargs: see `TokenizedData`; but `eval_limit` counts MRs, which keep all their references.
     """
 
     def __init__(
@@ -64,11 +64,13 @@ class E2EData(PromptedData):
         if format not in get_args(Format):
             raise ValueError(f"format is {format!r}, expected official or lora.")
         if source == "generated" and format != "official":
-            raise ValueError(f"format is {format!r}, expected official: so the generator writes.")
+            raise ValueError(
+                f"format is {format!r}, expected official, which the generator writes."
+            )
         self.root, self.source, self.format = root, source, format
 
     def rows(self, part: str) -> list[Row]:
-        """The rows of "train", "val" or "test", in order, within the limits."""
+        """The rows of "train", "val" or "test", in order; see `TokenizedData.examples`."""
         return self.examples(part)
 
     def meaning_representations(self, part: str) -> list[str]:
@@ -100,7 +102,7 @@ class E2EData(PromptedData):
         return [[*ids, begin] for ids in encode(prompts, self.tokenizer)]
 
     def encode_texts(self, texts: Sequence[str | None]) -> list[list[int]]:
-        # references keep their double spaces, what is trained on does not
+        # double spaces are removed in training texts, but not in references
         return super().encode_texts([" " + " ".join((text or "").split()) for text in texts])
 
 
@@ -164,7 +166,7 @@ def slots(mr: str) -> dict[str, str]:
     return dict(re.findall(r"([^\[\],]+?)\[([^\]]*)\]", mr.replace("], ", "],")))
 
 
-# A small set of the same format.
+# Generated data in the same format.
 
 _NAMES = ["The Eagle", "Blue Spice", "Café Adriatic", "Green Man", "The Mill", "Loch Fyne", "Zizzi"]
 _VALUES = {
@@ -183,15 +185,15 @@ def write_e2e(
 ) -> Path:
     """Writes trainset.csv, devset.csv, testset.csv and testset_w_refs.csv in the official format.
 
-    Down to their differences: line ends, header, quotes, £ and é, two references for each MR, and
-    a training part in shuffled order. No MR is in two parts.
+    Line ends, header, quotes, £ and é differ between the files as in the official ones. Each MR has
+    two references and is in one part only; the training part is shuffled.
 
     Args:
-        folder: made if it is not there.
+        folder: created if it does not exist.
         train: number of training rows.
         val: number of validation rows.
         test: number of test rows.
-        seed: of what is written.
+        seed: seed of the rows.
 
     Returns:
         The folder.

@@ -21,11 +21,15 @@ Source = Literal["folder", "hub", "generated"]
 
 
 class Task(NamedTuple):
-    """How a task's files and its metrics are called.
+    """The names of a task's files, columns, classes and metrics.
 
-    `labels` are the classes in order, none for regression; `folder` is the official one; `hub` the
-    name in `datasets`; `files` those of train, val and test; `submit` the file that GLUE's server
-    takes. `first`, `second` and `label` are columns.
+    Attributes:
+        first, second, label: columns.
+        labels: the classes in order; none for regression.
+        folder: the official folder.
+        hub: the name in `datasets`.
+        submit: the file that GLUE's server takes.
+        files: of train, val and test.
     """
 
     first: str
@@ -92,17 +96,17 @@ class GLUEData(SentenceData):
     `train`, `val` and `test` are labelled: GLUE's test labels are not public, so `test` is the
     development part again; `predict` is the official test part, for `write_submission`. MNLI
     validates on the matched part and MNLI-MM on the mismatched one, after the same training. AX,
-    the diagnostic set, only predicts, with a model trained on MNLI. With `val_fraction`, `val` is a
-    share of the training part, so that what is chosen on it can be scored on a `test` unseen.
+    the diagnostic set, has only `predict`, for a model trained on MNLI. With `val_fraction`, `val`
+    is a share of the training part, so that settings chosen on it are not chosen on `test`.
 
     Args:
         task: CoLA, SST-2, MRPC, STS-B, QQP, MNLI, MNLI-MM, QNLI, RTE, WNLI or AX.
-        root: folder that holds the tasks' folders; $RECIPES_DATA/glue when None.
+        root: folder with the tasks' folders; $RECIPES_DATA/glue when None.
         folder: the task's folder in `root`; its official name when None.
-        source: "folder" reads `root`; "hub" asks `datasets` for nyu-mll/glue, over the network;
-            "generated" writes a small set of the same format with `write_glue` and reads that.
-        bad_rows: what to do with a row of the wrong length; the official QQP has a few, which
-            everybody skips.
+        source: "folder" reads `root`; "hub" downloads nyu-mll/glue with `datasets`; "generated"
+            writes a small set of the same format with `write_glue` and reads that.
+        bad_rows: what to do with a row of the wrong length; the official QQP has a few, which are
+            commonly skipped.
         val_fraction: share of the training part, drawn by `seed`, that is held out to validate on
             instead of the development part; 0 holds nothing out.
         **kwargs: see `SentenceData`.
@@ -190,7 +194,7 @@ class GLUEData(SentenceData):
 
 
 def find_task(name: str) -> Task:
-    """The task of this name, in capitals or not. Raises ValueError if there is none."""
+    """The task of this name, whatever the case. Raises ValueError if there is none."""
     for known, task in TASKS.items():
         if known.lower() == name.lower():
             return task
@@ -237,7 +241,7 @@ def read_glue(task: str, path: str | Path, skip_bad_rows: bool = False) -> list[
 
 
 def _score(text: str, place: str) -> float:
-    """A similarity of STS-B."""
+    """The similarity score of an STS-B example, 0 to 5."""
     score = read_score(text, place)
     if not 0 <= score <= 5:
         raise ValueError(f"{place}: the score is {text}, expected 0 to 5: correct the line.")
@@ -280,25 +284,25 @@ def write_submission(task: str, predictions: Sequence[float], path: str | Path) 
     return path
 
 
-# A small set of the same format.
+# Generated data in the same format.
 
 
 def write_glue(
     root: str | Path, task: str, train: int = 256, val: int = 64, test: int = 32, seed: int = 0
 ) -> Path:
-    """Writes `task` in the official format below `root`: sentences that a small model can learn.
+    """Writes generated examples of `task` in the official format, easy enough for small models.
 
-    A sentence praises or blames (SST-2), has its words in order or shuffled (CoLA), or is paired
-    with one that says the same, says the contrary or speaks of something else. As in the official
-    files, there are lone quotation marks, and MRPC begins with a byte order mark.
+    A sentence praises or blames (SST-2), has its words in order or reversed (CoLA), or is paired
+    with one that says the same, the contrary or something else. As in the official files, there
+    are unpaired quotation marks, and MRPC begins with a byte order mark.
 
     Args:
-        root: the task's official folder is made in it.
+        root: the task's official folder is created in it.
         task: see `GLUEData`.
         train: number of training examples.
         val: number of development examples.
         test: number of test examples, which are unlabelled.
-        seed: of what is written.
+        seed: seed of the examples.
 
     Returns:
         The task's folder.
@@ -355,7 +359,7 @@ _BAD = ["dull", "awful", "tedious", "stale", "clumsy"]
 def _sentences(task: Task, index: int, rng: random.Random) -> dict[str, str]:
     """The sentences and the label of one example, by column."""
     classes = len(task.labels) or 6
-    place = index % classes  # all classes are there, whatever the number of examples
+    place = index % classes  # every class occurs, however few examples there are
     first = [rng.choice(_WHO), rng.choice(_DOES), rng.choice(_WHAT)]
     found: dict[str, str] = {}
     if task.hub == "sst2":
@@ -368,7 +372,7 @@ def _sentences(task: Task, index: int, rng: random.Random) -> dict[str, str]:
         found[task.first] = " ".join(words).capitalize() + "."
     else:
         other = [rng.choice(_WHO), rng.choice(_DOES), rng.choice(_WHAT)]
-        if not task.labels:  # the more they share, the higher the score
+        if not task.labels:  # the more words they share, the higher the score
             second = first if place == 5 else [*first[: place // 2], *other[place // 2 :]]
         elif task.labels[place] in ("1", "entailment"):
             second = first

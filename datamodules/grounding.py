@@ -1,4 +1,4 @@
-"""Pictures with phrases that mean one thing in them: RefCOCO+."""
+"""Pictures with phrases that refer to one object in them: RefCOCO+."""
 
 import io
 import pickle
@@ -16,7 +16,7 @@ from datamodules.image_text import CaptionData
 
 @dataclass(frozen=True)
 class Referred:
-    """An image of (height, width), a phrase, the box that it means and boxes to choose from.
+    """An image of (height, width), a phrase, the box it refers to, and boxes to choose from.
 
     Boxes are COCO's (x, y, width, height), in pixels.
     """
@@ -29,13 +29,13 @@ class Referred:
 
 
 class GroundingData(CaptionData):
-    """RefCOCO+: which of the boxes does the phrase mean?
+    """RefCOCO+: find the box that a phrase refers to.
 
-    It is trained on images with phrases, as `CaptionData` gives them, without boxes. Reads ALBEF's
-    refcoco+_{train,val,test}.json (`image`, `text`, and to evaluate `ref_id`), and to evaluate
-    refcoco+/refs(unc).p, instances.json and dets.json (image id → boxes). Evaluated are batches of
-    one phrase: a dict with `images` (1, 3, S, S), `input_ids`, `attention_mask`, `box` (4,),
-    `candidates` (K, 4), `size` (2,), and `labels` (1,), its place.
+    Training uses images with phrases, in the batches of `CaptionData`, and no boxes. The files are
+    ALBEF's refcoco+_{train,val,test}.json (`image`, `text`, and for evaluation `ref_id`), and for
+    evaluation refcoco+/refs(unc).p, instances.json and dets.json (image id → boxes). An evaluation
+    batch has one phrase: a dict with `images` (1, 3, S, S), `input_ids`, `attention_mask`, `box`
+    (4,), `candidates` (K, 4), `size` (2,), and `labels` (1,), the index of the phrase.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -49,7 +49,7 @@ class GroundingData(CaptionData):
             texts: dict[str, list[str]] = {}
             for row in rows:
                 texts.setdefault(row["image"], []).append(row["text"])
-            return [Captioned(image, tuple(said)) for image, said in texts.items()][: self.limit]
+            return [Captioned(image, tuple(its)) for image, its in texts.items()][: self.limit]
         folder = self.folder / "refcoco+"
         refs = {ref["ref_id"]: ref for ref in read_refs(folder / "refs(unc).p")}
         instances, boxes = read_json(folder / "instances.json"), read_json(folder / "dets.json")
@@ -84,7 +84,7 @@ class GroundingData(CaptionData):
 
 
 class GroundingSet(Dataset):
-    """See `GroundingData`."""
+    """The evaluation samples of `GroundingData`."""
 
     def __init__(self, data: GroundingData, entries: list[Referred]) -> None:
         self.data, self.entries = data, entries
@@ -116,7 +116,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def read_refs(file: Path) -> list[dict[str, Any]]:
-    """REFER's references, a pickle of plain lists and dicts; anything else in it is refused.
+    """REFER's references: a pickle, of which only plain lists and dicts are loaded.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -126,7 +126,7 @@ def read_refs(file: Path) -> list[dict[str, Any]]:
         raise FileNotFoundError(f"{file} is missing, expected REFER's references there.")
     try:
         return _PlainUnpickler(io.BytesIO(file.read_bytes())).load()
-    except Exception as error:  # whatever an unpickler stumbles over
+    except Exception as error:  # unpickling raises all kinds
         raise ValueError(
             f"{file} is no pickle of plain lists ({error}): fetch RefCOCO+'s own file again."
         ) from error

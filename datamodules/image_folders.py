@@ -1,4 +1,4 @@
-"""Images in one folder per class."""
+"""Images in one folder for each class."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def list_images(folder: Path, names: list[str], complete: bool = True) -> list[I
     Args:
         folder: holds the class folders.
         names: all classes; other files beside and in the class folders are ignored.
-        complete: each class must have images here.
+        complete: whether every class must have images here.
 
     Raises:
         ValueError: `folder` has a class that is not in `names`.
@@ -72,21 +72,21 @@ def all_images(folder: Path) -> list[Item]:
     return items
 
 
-VAL = "val"  # the validation folder, where there is one
+VAL = "val"  # default name of the validation folder, which need not exist
 
 
 class ImageFolderData(ImageData):
     """Folders of classes: root/train/<class>/*, root/val/<class>/* and perhaps a test part.
 
     Without a train folder the classes are the folders of root itself. Without a val folder
-    `val_fraction` of each class is put aside for validation. Classes are numbered in the order of
+    `val_fraction` of each class is held out for validation. Classes are numbered in the order of
     their names.
 
     Args:
-        labelled: False for all images below root, wherever they lie, as one class.
+        labelled: False takes all images below root, in whatever folder, as one class.
         train: name of the training folder.
-        val: name of the validation folder. With None, or where there is no folder "val",
-            `val_fraction` decides.
+        val: name of the validation folder. None, or "val" if there is no such folder, holds out
+            `val_fraction` instead.
         test: name of the test folder, if there is one.
         val_fraction: see `ImageData`.
         **kwargs: see `ImageData`.

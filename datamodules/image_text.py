@@ -1,4 +1,4 @@
-"""Pictures with sentences: what all their data have in common, and captions."""
+"""Pictures with texts: the base of the image-text DataModules, and the one for captions."""
 
 import tempfile
 from collections.abc import Sequence
@@ -26,25 +26,29 @@ AUGMENTATIONS = [
 
 
 class ImageTextData(PartsData):
-    """Where pictures and lists lie, how pictures are made and which tokenizer reads the texts.
+    """Base of the image-text DataModules: their files, the image transform and the tokenizer.
 
     Args:
         root: the folder of the data; $RECIPES_DATA when None.
-        name: the folder in it that the lists are in.
+        name: the folder below `root` that has the list files.
         source: "folder" reads `root`; "generated" writes coloured shapes and reads them.
-        files: part → list files, relative to root; what the class knows of when None.
-        images: the folder that the lists' paths begin in, relative to root.
-        bad_images: "refuse" or "skip" what is missing or unreadable; skipped ones are counted and
-            named in the log.
-        tokenizer: transformers' name of one, or a folder; root/tokenizer when None.
-        max_length: tokens of a text, with the special ones.
-        image_size: side of the square that pictures become, in pixels.
-        min_crop: training crops keep at least this share of a picture; 1 leaves it whole.
-        hflip: chance of mirroring a training picture (0 where captions say left and right).
-        augment: RandAugment without colours, two operations of magnitude 7.
-        mean: of the pixel values (0 to 1), per channel.
-        std: likewise.
-        generate: of the generated set: "train", "val", "test" (pictures), "size" (pixels), "seed".
+        files: the list files of each part, relative to that folder; the data's usual names when
+            None.
+        images: the folder that the paths in the lists are relative to, itself relative to that
+            folder.
+        bad_images: whether to "refuse" or to "skip" missing and unreadable images; skipped ones
+            are counted and named in the log.
+        tokenizer: name of a transformers tokenizer, or a folder with its files; the folder
+            `tokenizer` beside the list files when None.
+        max_length: most tokens of a text, special tokens included.
+        image_size: height and width to which pictures are resized, in pixels.
+        min_crop: training crops keep at least this share of a picture's area; 1 does not crop.
+        hflip: probability of mirroring a training picture (0 where captions say left and right).
+        augment: whether to apply RandAugment without colours, two operations of magnitude 7.
+        mean: mean of the pixel values (0 to 1), per channel.
+        std: standard deviation of the pixel values, per channel.
+        generate: settings of the generated data: "train", "val", "test" (numbers of pictures),
+            "size" (pixels), "seed".
         **kwargs: see `PartsData`.
     """
 
@@ -87,18 +91,18 @@ class ImageTextData(PartsData):
         self._scratch: tempfile.TemporaryDirectory | None = None
         self._tokenizer: Any = None
         self._parts: dict[str, list] = {}
-        self._drawn = False  # whether the seed has divided the data into parts
+        self._drawn = False  # whether the seed splits the data into parts
 
     @classmethod
     def described(cls, description: dict[str, Any]) -> "ImageTextData":
-        """What makes pictures and texts as a trained model's data did, from `describe`."""
+        """Data that prepare inputs as a trained model's did, from the result of `describe`."""
         data = cls(**description["arguments"])
         data._tokenizer = tokenizer_from(description["tokenizer"])
         return data
 
     @property
     def folder(self) -> Path:
-        """Where the data lie; generated ones are written when this is first asked for."""
+        """The folder of the data; generated data are written at the first access."""
         if self.source == "folder":
             place = self.list_folder
             return data_folder(self.root and str(Path(self.root) / place), place)
@@ -114,7 +118,7 @@ class ImageTextData(PartsData):
         return self._tokenizer
 
     def entries(self, part: str) -> list:
-        """The entries of a part's lists whose images can be read, in order; read once."""
+        """The entries of a part's lists whose images can be read, in order; cached."""
         part = "test" if part == "predict" else part
         if part not in self._parts:
             entries = self.read(part)
@@ -127,12 +131,12 @@ class ImageTextData(PartsData):
         raise NotImplementedError
 
     def list_files(self, part: str, default: str) -> list[Path]:
-        """The list files of a part: those of `files`, else the default."""
+        """The list files of a part: those of `files`, or else the default one."""
         names = (self.files or {}).get(part, [default])
         return [self.folder / name for name in names]
 
     def path(self, image: str) -> Path:
-        """Where an image of a list lies."""
+        """The path of an image that a list names."""
         return self.folder / self.images / image
 
     def members(self, part: str) -> tuple[list[str], bool]:
@@ -140,11 +144,11 @@ class ImageTextData(PartsData):
         return [repr(entry) for entry in self.entries(part)], self._drawn
 
     def picture(self, image: str, training: bool) -> Tensor:
-        """An image as the model takes it, (3, S, S); see `read_picture`."""
+        """An image as the model's input (3, S, S); see `read_picture`."""
         return self.transform(training)(read_picture(self.path(image)))
 
     def transform(self, training: bool) -> v2.Compose:
-        """From a PIL image to (3, S, S)."""
+        """The transform of a PIL image to (3, S, S)."""
         size, bicubic = (self.image_size, self.image_size), v2.InterpolationMode.BICUBIC
         steps: list[Any] = [v2.Resize(size, bicubic)]
         if training and self.min_crop < 1:
@@ -157,7 +161,7 @@ class ImageTextData(PartsData):
         return v2.Compose([*steps, *to_tensor, v2.Normalize(list(self.mean), list(self.std))])
 
     def describe(self) -> dict[str, Any]:
-        """The tokenizer, and the arguments that decide on `transform` and `tokens`."""
+        """The tokenizer, and the arguments that `transform` and `tokens` depend on."""
         return {
             "kind": "pictures and texts",
             "tokenizer": tokenizer_state(self.tokenizer),
@@ -187,18 +191,18 @@ class ImageTextData(PartsData):
 class CaptionData(ImageTextData):
     """Images with captions, for pre-training and retrieval.
 
-    A training sample is one image with one of its captions; to evaluate, an image with all. A
-    batch: `images` (B, 3, S, S); `index` (B,), which image each is; `input_ids` and
-    `attention_mask` (T, L); `text_index` (T,), the image that each text is of; `labels` (B,), equal
-    to `index`, but -100 where a rank had to be filled up.
+    A training sample is an image with one of its captions; an evaluation sample, an image with all
+    of them. A batch has `images` (B, 3, S, S); `index` (B,), the numbers of the images; `input_ids`
+    and `attention_mask` (T, L); `text_index` (T,), the image of each text; and `labels` (B,), equal
+    to `index`, but -100 for samples that only fill up a rank's last batch.
 
-    Without `files` it looks in root for ALBEF's retrieval_{train,val,test}.json, then for
-    captions.json, captions.csv or captions.txt, in parts by splits.csv (columns image, split), or
-    with `val_fraction` drawn for validation, which then serves as test.
+    Without `files` it looks for ALBEF's retrieval_{train,val,test}.json, then for captions.json,
+    captions.csv or captions.txt. The latter are split by splits.csv (columns image, split); if
+    there is none, `val_fraction` of the images is drawn for validation, which is the test part too.
 
     Args:
-        val_fraction: of the images, where the data come in one part.
-        limit: use the first so many images of the training part; all when None.
+        val_fraction: share of the images for validation, if the data have no splits.
+        limit: use only this many images of the training part, the first ones; all when None.
         **kwargs: see `ImageTextData`.
     """
 
@@ -247,7 +251,7 @@ class CaptionData(ImageTextData):
 
 
 class CaptionSet(Dataset):
-    """See `CaptionData`."""
+    """The samples of `CaptionData`."""
 
     def __init__(self, data: CaptionData, entries: list[Captioned], training: bool) -> None:
         self.data, self.entries, self.training = data, entries, training

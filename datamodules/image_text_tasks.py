@@ -18,7 +18,7 @@ RELATIONS = ("contradiction", "neutral", "entailment")  # 0, 1, 2 as in ALBEF
 
 @dataclass(frozen=True)
 class Judged:
-    """An image, a hypothesis, and its label's place in `RELATIONS`."""
+    """An image, a hypothesis, and its label, an index into `RELATIONS`."""
 
     image: str
     text: str
@@ -26,11 +26,11 @@ class Judged:
 
 
 class EntailmentData(ImageTextData):
-    """SNLI-VE: does the picture entail the sentence?
+    """SNLI-VE: decide whether a picture entails a sentence.
 
-    Reads ALBEF's ve_{train,dev,test}.json (`image` without ending, `sentence`, `label`) or the
-    official snli_ve_{train,dev,test}.jsonl (`Flickr30K_ID`, `sentence2`, `gold_label`). Batches:
-    `images`, `input_ids`, `attention_mask`, `labels` (B,).
+    The files are ALBEF's ve_{train,dev,test}.json (`image` without ending, `sentence`, `label`) or
+    the official snli_ve_{train,dev,test}.jsonl (`Flickr30K_ID`, `sentence2`, `gold_label`). Batches
+    have `images`, `input_ids`, `attention_mask` and `labels` (B,).
     """
 
     @property
@@ -66,7 +66,7 @@ class EntailmentData(ImageTextData):
 
 
 class EntailmentSet(Dataset):
-    """See `EntailmentData`."""
+    """The samples of `EntailmentData`."""
 
     def __init__(self, data: EntailmentData, entries: list[Judged], training: bool) -> None:
         self.data, self.entries, self.training = data, entries, training
@@ -90,7 +90,7 @@ class EntailmentSet(Dataset):
 
 @dataclass(frozen=True)
 class Asked:
-    """An image, a question with its number, and what people answered."""
+    """An image, a question with its number, and people's answers."""
 
     image: str
     question: str
@@ -101,16 +101,17 @@ class Asked:
 class VQAData(ImageTextData):
     """VQA v2: questions, ten answers to each, and a list of candidate answers.
 
-    Reads ALBEF's vqa_{train,val,test}.json (`question_id`, `question`, `image`, `answer`: a list,
-    or one text as in Visual Genome's) and answer_list.json. Batches: `images`, `input_ids`,
-    `attention_mask`; to train, for all S answers of the batch concatenated, `answer_ids` and
-    `answer_mask` (S, A), `answer_row` (S,), the question of each, and `answer_weight` (S,), the
-    share of people who gave it (a half for a single answer); to evaluate, `candidate_ids` and
-    `candidate_mask` (C, A), `scores` (B, C), VQA's accuracy of each candidate, and `labels` (B,),
-    the question's place, -100 where a rank had to be filled up.
+    The files are ALBEF's vqa_{train,val,test}.json (`question_id`, `question`, `image`, `answer`: a
+    list, or one text as in Visual Genome's) and answer_list.json. Batches have `images`,
+    `input_ids` and `attention_mask`. Training batches also have, for the S answers to all of their
+    questions, `answer_ids` and `answer_mask` (S, A), `answer_row` (S,), the question's row in the
+    batch, and `answer_weight` (S,), the share of people who gave the answer (a half for a single
+    answer). Evaluation batches have `candidate_ids` and `candidate_mask` (C, A), `scores` (B, C),
+    VQA's accuracy of each candidate, and `labels` (B,), the questions' indices, -100 for samples
+    that only fill up a rank's last batch.
 
     Args:
-        answer_list: file of the candidates, relative to root.
+        answer_list: file of the candidate answers, relative to the folder of the lists.
         **kwargs: see `ImageTextData`.
     """
 
@@ -130,7 +131,7 @@ class VQAData(ImageTextData):
             file = self.folder / self.answer_list
             candidates = read_json(file)
             if not candidates or not all(isinstance(answer, str) for answer in candidates):
-                raise ValueError(f"{file} holds no answers, expected a json list of texts.")
+                raise ValueError(f"{file} has no answers, expected a json list of texts.")
             given = {answer for entry in self.entries("val") for answer in entry.answers}
             if given and not given & set(candidates):
                 raise ValueError(
@@ -141,7 +142,7 @@ class VQAData(ImageTextData):
         return self._candidates
 
     def describe(self) -> dict[str, Any]:
-        """With the candidate answers, see `ImageTextData.describe`."""
+        """The description of `ImageTextData.describe`, and the candidate answers."""
         return {**super().describe(), "answers": self.candidates}
 
     def read(self, part: str) -> list[Asked]:
@@ -164,7 +165,7 @@ class VQAData(ImageTextData):
 
 
 class VQASet(Dataset):
-    """See `VQAData`."""
+    """The samples of `VQAData`."""
 
     def __init__(self, data: VQAData, entries: list[Asked], training: bool) -> None:
         self.data, self.entries, self.training = data, entries, training
@@ -200,7 +201,7 @@ class VQASet(Dataset):
             }
             return {**batch, **candidates, "scores": scores}
         given = [
-            # ALBEF gives a single answer, such as Visual Genome's, half the weight
+            # a single answer, such as Visual Genome's, has weight ½ in ALBEF
             (row, answer, count / max(len(entry.answers), 2))
             for row, entry in enumerate(entries)
             for answer, count in Counter(entry.answers).items()
@@ -216,17 +217,17 @@ class VQASet(Dataset):
 
 
 def vqa_scores(answers: tuple[str, ...]) -> dict[str, float]:
-    """VQA's accuracy of every answer that people gave: min(others who said so / 3, 1).
+    """VQA's accuracy of every answer that people gave (Antol et al., 2015).
 
-    The mean over leaving each person out in turn (Antol et al., 2015).
+    It is min(number of people with this answer / 3, 1), averaged over leaving out each person.
     """
     counts, people = Counter(plain(answer) for answer in answers), len(answers)
     scores = {}
     for answer in dict.fromkeys(answers):
-        said = counts[plain(answer)]
-        others = said * min(max(said - 1, 0) / 3, 1) + (people - said) * min(said / 3, 1)
-        # one answer alone (Visual Genome's) is the truth
-        scores[answer] = others / people if people > 1 else 1.0
+        same = counts[plain(answer)]
+        total = same * min(max(same - 1, 0) / 3, 1) + (people - same) * min(same / 3, 1)
+        # a single answer (Visual Genome's) counts as right
+        scores[answer] = total / people if people > 1 else 1.0
     return scores
 
 
@@ -234,5 +235,5 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing, expected json lines: correct --data.files.")
     entries = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
-    # "-" stands where people did not agree
+    # the label "-" means that the annotators did not agree
     return [entry for entry in entries if entry.get("gold_label") != "-"]

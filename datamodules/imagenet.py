@@ -1,4 +1,4 @@
-"""ImageNet-1k (ILSVRC 2012) as its archives and as Kaggle lay it out."""
+"""ImageNet-1k (ILSVRC 2012), in the layout of its archives or of Kaggle."""
 
 import csv
 from pathlib import Path

@@ -20,12 +20,12 @@ from torchvision import transforms as T
 
 from datamodules.loading import PartsData
 
-Item = tuple[Any, int]  # (what `read` makes an image of, label)
+Item = tuple[Any, int]  # (argument of `read`, label)
 Augmentation = Literal["timm", "light", "none"]
 
 
 def posterize(image: Image.Image, bits_to_keep: int, **_: Any) -> Image.Image:
-    """timm's posterize, and a black image at 0 bits, which RandAugment's highest level asks for.
+    """timm's posterize, but a black image at 0 bits, which RandAugment's highest level uses.
 
     Pillow gave black at 0 bits before version 13, and refuses it since.
     """
@@ -39,7 +39,7 @@ for _name in ("Posterize", "PosterizeOriginal", "PosterizeIncreasing"):
 
 
 class Splits(NamedTuple):
-    """What a subclass of `ImageData` finds on disk. None: the data have no such part."""
+    """The classes and images that `ImageData.load` lists. None: the data have no such part."""
 
     class_names: list[str]
     train: list[Item]
@@ -50,10 +50,10 @@ class Splits(NamedTuple):
 def read_image(path: str | Path) -> Image.Image:
     """The image in the file, as RGB whatever its mode (greyscale, palette, RGBA, CMYK).
 
-    Of greyscale with 16 bits the upper eight are taken.
+    Greyscale images of 16 bits are reduced to their upper eight bits.
 
     Raises:
-        OSError: the file is missing, cut off or no image, or has 32 bits for a pixel, whose range
+        OSError: the file is missing, truncated or no image, or has 32 bits per pixel, whose range
             is not known.
     """
     try:
@@ -61,7 +61,7 @@ def read_image(path: str | Path) -> Image.Image:
             if image.mode.startswith("I;16"):
                 return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
             if image.mode in ("I", "F"):
-                raise ValueError(f"its mode {image.mode} says nothing of what is white")
+                raise ValueError(f"its mode {image.mode} does not define the value of white")
             return image.convert("RGB")
     except (OSError, SyntaxError, ValueError) as error:  # PIL's plugins raise all three
         raise OSError(
@@ -74,10 +74,10 @@ class ImageSet(Dataset):
 
     Args:
         items: sources and labels.
-        read: makes an RGB image of a source.
-        fixed: the part of the transform that is always the same: image to tensor, or with `random`
+        read: returns the RGB image of a source.
+        fixed: the deterministic first part of the transform: image to tensor, or with `random`
             image to image.
-        random: the rest, image to tensor.
+        random: the random second part, image to tensor.
     """
 
     def __init__(
@@ -99,15 +99,15 @@ class ImageSet(Dataset):
         return image if self.random is None else self.random(image), label
 
     def keep(self) -> None:
-        """Reads all images now and keeps them, as far as `fixed` brings them, in memory."""
+        """Reads all images, applies `fixed`, and keeps the results in memory."""
         self._kept = self._kept or [self.fixed(self.read(source)) for source, _ in self.items]
 
 
 class ImageData(PartsData):
-    """Images in, batches `(x (B, 3, H, W), label (B,))` out; x is normalised by `mean` and `std`.
+    """Batches `(x (B, 3, H, W), label (B,))` of images; x is normalised by `mean` and `std`.
 
-    Labels of samples that only fill up the last evaluation round of several ranks are -100. A
-    subclass says in `load` what there is to read, and in `read` how.
+    Labels of samples that only fill up the last evaluation batches of several ranks are -100. A
+    subclass lists the images in `load`, and reads one in `read`.
 
     Args:
         root: folder of the data; the environment variable RECIPES_DATA when None.
@@ -116,32 +116,33 @@ class ImageData(PartsData):
         batch_size: images per device and training step.
         eval_batch_size: images per device and evaluation step; `batch_size` when None.
         num_workers: processes that load images; 0 loads in the training process.
-        seed: of split, selection, order and augmentation.
-        augmentation: of training images. "timm": random resized crop and what the arguments down
-            to `hflip` say; "light": resize, random crop with image_size // 8 pixels of padding,
-            flip; "none": resize.
-        auto_augment: timm's name of a policy, such as "rand-m15-n2" ("timm" only).
-        random_erasing: its probability ("timm" only).
-        color_jitter: its strength; without effect beside `auto_augment` ("timm" only).
-        scale: smallest and largest share of the area that a crop takes ("timm" only).
+        seed: seed of splits, selection, order and augmentation.
+        augmentation: how training images are augmented. "timm": random resized crop, and the
+            arguments from `auto_augment` to `hflip`; "light": resize, random crop with
+            image_size // 8 pixels of padding, flip; "none": resize.
+        auto_augment: name of a timm policy, such as "rand-m15-n2" ("timm" only).
+        random_erasing: probability of random erasing ("timm" only).
+        color_jitter: strength of colour jitter; no effect beside `auto_augment` ("timm" only).
+        scale: smallest and largest share of the area that a crop keeps ("timm" only).
         hflip: probability of a horizontal flip ("timm" and "light").
-        interpolation: of every resize.
-        mean: of the pixel values (0 to 1), per channel. None is 0.5, and with 0.5 for `std` too x
-            is in (-1, 1); a recipe takes a pre-trained model's own instead of None.
-        std: see `mean`.
+        interpolation: interpolation of every resize.
+        mean: mean of the pixel values (0 to 1), per channel. None is 0.5, and with 0.5 for `std`
+            too x is in (-1, 1); recipes use a pre-trained model's own values instead of None.
+        std: standard deviation of the pixel values; see `mean`.
         crop_pct: share of the resized image's side that the centre crop of evaluation keeps.
         repeats: repeated augmentation, see `SeededSampler`.
-        cache: keep what comes before the random part of the transform in memory: for small sets.
+        cache: keep images in memory after the deterministic part of the transform; for small data.
         mixup: alpha of mixup; more than 0 makes training labels soft targets (B, num_classes).
-        cutmix: alpha of cutmix; likewise. With both, each batch takes one of them at random.
+        cutmix: alpha of cutmix, with soft targets too. With both, a batch gets one of them at
+            random.
         mixup_prob: probability that a batch is mixed at all.
         label_smoothing: share of the target spread over all classes; makes soft targets too.
         per_class: keep at most this many training images of each class, drawn by `seed`.
-        classes: keep these classes, and relabel them 0, 1, … in this order.
-        val_per_class: validate on this many of the training images that `per_class` leaves over of
-            each class, so that settings can be chosen without a look at the test part.
-        val_fraction: share of each class's training images put aside for validation when the data
-            come without a validation part; 0 validates on the test part.
+        classes: keep only these classes, relabelled 0, 1, … in this order.
+        val_per_class: validate on this many images of each class, drawn from the training images
+            that `per_class` left out, so that settings are not chosen on the test part.
+        val_fraction: share of each class's training images that is held out for validation if the
+            data have no validation part; 0 validates on the test part.
     """
 
     def __init__(
@@ -194,29 +195,29 @@ class ImageData(PartsData):
         self.label_smoothing, self.val_fraction = label_smoothing, val_fraction
         self.per_class, self.val_per_class, self.classes = per_class, val_per_class, classes
         self._sets: dict[str, ImageSet] = {}
-        self._drawn: set[str] = set()  # parts that the seed chose
+        self._drawn: set[str] = set()  # parts whose images the seed drew
         self._class_names: list[str] = []
 
-    # What a subclass writes.
+    # Subclasses implement these.
 
     def load(self) -> Splits:
-        """Lists the classes and the images of each part, without reading an image."""
+        """The classes, and the images of each part; reads no image."""
         raise NotImplementedError
 
     read: Callable[[Any], Image.Image] = staticmethod(read_image)
 
     def name_of(self, source: Any) -> str:
-        """What a manifest calls an image: its path below `folder`, or a hash of its pixels."""
+        """An image's name in a manifest: its path below `folder`, or a hash of its pixels."""
         if isinstance(source, np.ndarray):
             return hashlib.sha256(source.tobytes()).hexdigest()
         path = source[0] if isinstance(source, tuple) else source
         return Path(path).relative_to(self.folder).as_posix()
 
-    # What there is. All of these work before the trainer calls `setup`.
+    # All of these can be used before the trainer calls `setup`.
 
     @property
     def folder(self) -> Path:
-        """Where the data should lie.
+        """The folder of the data.
 
         Raises:
             ValueError: neither `root` nor RECIPES_DATA is given.
@@ -254,7 +255,7 @@ class ImageData(PartsData):
         return self._sets["test"]
 
     def setup(self, stage: str | None = None) -> None:
-        """Finds the images and splits them; does nothing the second time."""
+        """Lists the images and splits them; repeated calls do nothing."""
         if self._sets:
             return
         names, train, val, test = self.load()
@@ -281,7 +282,7 @@ class ImageData(PartsData):
         self._class_names = names
 
     def unreadable(self) -> list[str]:
-        """Reads every image, and says which ones cannot be read."""
+        """Reads every image, and returns an error message for each that cannot be read."""
         self.setup()
         reasons = {}
         for images in self._sets.values():
@@ -295,7 +296,7 @@ class ImageData(PartsData):
     # Transforms.
 
     def train_transform(self) -> tuple[Callable, Callable | None]:
-        """The fixed and the random part, see `ImageSet`."""
+        """The deterministic and the random part of the training transform, see `ImageSet`."""
         size = self.image_size
         if self.augmentation == "timm":
             return T.Compose([]), create_transform(
@@ -330,7 +331,7 @@ class ImageData(PartsData):
     # Batches.
 
     def describe(self) -> dict[str, Any]:
-        """Class names, and the arguments that decide on `eval_transform`."""
+        """Class names, and the arguments that `eval_transform` depends on."""
         return {
             "kind": "images",
             "class_names": list(self.class_names),
@@ -364,10 +365,10 @@ class ImageData(PartsData):
         return lines, part in self._drawn
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Makes soft targets while training, if asked for; mixing is seeded for itself.
+        """Applies mixup, cutmix and label smoothing to training batches.
 
-        It depends on (seed, batches seen, rank) alone: Lightning calls this before any callback
-        could seed the batch.
+        Mixing has a seed of its own, made of (seed, number of batches, rank), since Lightning calls
+        this before any callback could seed the batch.
         """
         if self.trainer is None or not self.trainer.training:
             return batch
@@ -399,7 +400,7 @@ class ImageData(PartsData):
 def draw_per_class(
     items: list[Item], share: Callable[[int], int], seed: int
 ) -> tuple[list[Item], list[Item]]:
-    """Draws `share(n)` of the n items of each class: the drawn and the others, in their order."""
+    """Draws `share(n)` of the n items of each class; returns the drawn and the other items."""
     rng = np.random.default_rng(seed)
     labels = np.array([label for _, label in items])
     order = np.argsort(labels, kind="stable")

@@ -17,7 +17,7 @@ from datamodules.prompted import PromptedData
 from datamodules.tables import open_lines
 from datamodules.tokens import encode
 
-# The words that models of this kind were trained with, Alpaca's own and the many after it.
+# Alpaca's prompts, with which Alpaca and many later models were trained
 TEMPLATE = (
     "Below is an instruction that describes a task. Write a response that appropriately completes "
     "the request.\n\n### Instruction:\n{instruction}\n\n### Response:"
@@ -47,11 +47,11 @@ class Question(NamedTuple):
 
 
 class InstructionData(PromptedData):
-    """Instructions for a causal language model, and the responses to compare its own with.
+    """Instructions as prompts for a causal language model, and reference responses.
 
     A prompt is begin (if the tokenizer has such a token) + template; the text is the output + end.
-    Prompt and output are encoded each by itself, so that training and generation see the same
-    prompt. See `PromptedData` for the batches; the test part is the validation part again.
+    Prompt and output are tokenised separately, so that training and generation have equal prompts.
+    See `PromptedData` for the batches; the test part is the validation part again.
 
     Args:
         root: folder of the file; $RECIPES_DATA/alpaca_2k when None.
@@ -61,8 +61,8 @@ class InstructionData(PromptedData):
         val_fraction: share of the examples held out for validation, drawn by `seed`; 0 trains on
             all of them and has no validation part.
         max_length: see `TokenizedData`.
-        batch_size: likewise.
-        **kwargs: likewise.
+        batch_size: see `TokenizedData`.
+        **kwargs: see `TokenizedData`.
     """
 
     def __init__(
@@ -114,12 +114,12 @@ def fill_template(instruction: str, input: str = "") -> str:
 
 
 def follow_up(before: str, response: str, instruction: str) -> str:
-    """The prompt of a conversation's next turn: what was asked and answered, then the instruction.
+    """The prompt of a conversation's next turn: the turn before, then the new instruction.
 
     Args:
         before: the prompt of the turn before.
-        response: the model's.
-        instruction: what is asked next.
+        response: the model's response to it.
+        instruction: the new instruction.
     """
     return _FOLLOW_UP.format(before=before, response=response, instruction=instruction)
 
@@ -152,8 +152,8 @@ def read_instructions(path: str | Path) -> list[Instruction]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: this is no JSON, no list of objects, or an entry lacks a key or has something
-            else than text there (file and number of the entry or line, from 1).
+        ValueError: the file is no JSON list of objects, or an entry lacks a key or has a value that
+            is not text (with file and number of the entry or line, from 1).
     """
     suffix, lines = Path(path).suffix.lower(), open_lines(path)
     if suffix not in (".json", ".jsonl"):
@@ -200,7 +200,7 @@ def _instruction(entry: Any, place: str) -> Instruction:
     return Instruction(fill_template(entry["instruction"], entry["input"]), entry["output"])
 
 
-# A small file of the same form.
+# Generated data in the same format.
 
 _NOUNS = ["lamp", "river", "apple", "window", "garden", "letter", "candle", "bridge", "violin"]
 _COLOURS = {"red": "a cherry", "green": "a leaf", "blue": "the sky", "white": "snow"}
@@ -209,12 +209,12 @@ _COLOURS = {"red": "a cherry", "green": "a leaf", "blue": "the sky", "white": "s
 def write_instructions(folder: str | Path, count: int = 256, seed: int = 0) -> Path:
     """Writes alpaca_data.json in Alpaca's form: tasks that a small model can learn.
 
-    Five kinds, two of them without input; no example is there twice.
+    There are five kinds of task, two of them without input; no example occurs twice.
 
     Args:
-        folder: made if it is not there.
+        folder: created if it does not exist.
         count: number of examples, at most 300.
-        seed: of what is written.
+        seed: seed of the selection.
 
     Returns:
         The file.
@@ -247,7 +247,7 @@ def write_questions(folder: str | Path, count: int = 8) -> Path:
     """Writes question.jsonl in MT-Bench's form, with tasks that a small model can learn.
 
     Args:
-        folder: made if it is not there.
+        folder: created if it does not exist.
         count: number of questions, at most 9.
 
     Returns:

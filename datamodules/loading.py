@@ -1,15 +1,15 @@
-"""Order and augmentation that depend on (seed, epoch) alone, and resuming inside an epoch.
+"""Loaders whose order and augmentation depend on (seed, epoch) alone, resumable inside an epoch.
 
-Four small parts, for images and text alike:
+For images and text alike:
 
-* `SeededSampler` decides what is drawn, and gives each draw a random seed of its own;
-* `SeededDataset` makes a draw under that seed, so that the number of workers, the number of ranks
-  and everything that happened before in the process leave a sample as it is;
-* `ResumableLoader` remembers in Lightning's checkpoint how far into the epoch a run has come;
+* `SeededSampler` draws the samples' indices, with a random seed for each draw;
+* `SeededDataset` makes a sample under the seed of its draw, so that it does not depend on the
+  number of workers or ranks, nor on random numbers used earlier in the process;
+* `ResumableLoader` saves its position inside the epoch in Lightning's checkpoint;
 * `PartsData` is the DataModule that has such a loader for each part of its data.
 
-`build_loader` puts the first three together; `data_folder`, `draw` and `hold_out` say where data
-are and which of them are used.
+`build_loader` combines the first three; `data_folder` finds the data, and `draw` and `hold_out`
+choose among them.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-IGNORED = -100  # the label that cross entropy and torchmetrics (ignore_index=-100) leave out
+IGNORED = -100  # the label that cross entropy and torchmetrics (ignore_index=-100) ignore
 Draw = tuple[int, int, bool]
 
 
@@ -47,11 +47,11 @@ class SeededSampler(DistributedSampler[Draw]):
         seed: non-negative.
         shuffle: a new order every epoch (training), or the order of the dataset (evaluation).
         repeats: repeated augmentation (Hoffer et al., arXiv 1901.09335): each drawn index comes
-            this many times in a row, each time with another seed; the epoch keeps its length and
-            so sees 1/repeats of the dataset.
+            this many times in a row, each time with another seed. The epoch's length stays the
+            same, so an epoch has 1/repeats of the dataset's samples.
 
     Attributes:
-        start: number of this rank's draws that the next pass leaves out at its beginning.
+        start: number of this rank's draws that the next pass skips at its beginning.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class SeededSampler(DistributedSampler[Draw]):
         rng = np.random.default_rng((self.seed, self.epoch if self.shuffle else 0))
         count = len(self.dataset)  # type: ignore[arg-type]
         order = rng.permutation(count) if self.shuffle else np.arange(count)
-        # np.resize cuts a list that is too long and begins again at the front of one too short
+        # np.resize truncates a list that is too long, and repeats one that is too short
         indices = np.resize(order.repeat(self.repeats), self.total_size).tolist()
         seeds = rng.integers(2**32, size=self.total_size).tolist()
         first = self.rank + self.start * self.num_replicas
@@ -82,16 +82,16 @@ class SeededSampler(DistributedSampler[Draw]):
 
 
 class SeededDataset(Dataset):
-    """Makes the draws of a `SeededSampler` from a map-style dataset.
+    """Makes samples of a map-style dataset from the draws of a `SeededSampler`.
 
     While the dataset makes a sample, the random number generators of torch (CPU), numpy and
-    Python start from the draw's seed; afterwards they are as they were. A draw that is not valid
+    Python are seeded by the draw; their state is restored afterwards. A draw that is not valid
     gets the label `IGNORED`.
 
     Args:
-        dataset: gives `(…, label)` tuples, or dicts with the key "labels"; a label is a number or
-            a tensor. An attribute `random` that is None says that no sample depends on chance,
-            and saves the seeding: a tenth of a millisecond each.
+        dataset: has `(…, label)` tuples, or dicts with the key "labels"; a label is a number or a
+            tensor. If its attribute `random` is None, its samples do not depend on random numbers
+            and the seeding is skipped, which saves a tenth of a millisecond a sample.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -125,20 +125,21 @@ def _ignored(label: Any) -> Any:
 
 
 class ResumableLoader(DataLoader):
-    """A `DataLoader` over a `SeededSampler` that a run can leave and re-enter inside an epoch.
+    """A `DataLoader` over a `SeededSampler` that can be resumed inside an epoch.
 
-    Lightning stores `state_dict()` in its checkpoints and returns it before the first batch of
-    the resumed run (`CombinedLoader._state_dicts`). The position counts batches handed out, and a
-    finished epoch is the beginning of the next. Batches already seen are skipped as indices:
-    no sample of theirs is loaded.
+    Lightning stores `state_dict()` in its checkpoints and loads it before the first batch of the
+    resumed run (`CombinedLoader._state_dicts`). The position is the number of batches yielded; the
+    end of an epoch counts as the beginning of the next. Earlier batches are skipped as indices,
+    without loading their samples.
 
-    Two habits of Lightning 2.6 shape it. It creates the iterator of a resumed run before it sets
-    the epoch, when workers would already fetch the order of epoch 0: so nothing happens here
-    until the first batch is asked for. And it takes a run that `max_steps` ended inside epoch k
-    to be in epoch k + 1: so a restored loader counts its epochs by itself.
+    Two properties of Lightning 2.6 have to be worked around. It creates the iterator of a resumed
+    run before it sets the epoch, when workers would already fetch samples in the order of epoch 0:
+    therefore nothing happens here before the first batch is requested. And after a run that
+    `max_steps` ended inside epoch k it continues with epoch k + 1: therefore a restored loader
+    counts its epochs itself.
 
-    One habit cannot be met from here: resumed under `max_steps` from the exact end of an epoch,
-    Lightning gives the next epoch one batch only, unless the run validates. Resume under
+    A third cannot be worked around here: resumed under `max_steps` from the exact end of an epoch,
+    Lightning runs only one batch of the next epoch, unless the run validates. Resume under
     `max_epochs` then.
     """
 
@@ -160,7 +161,7 @@ class ResumableLoader(DataLoader):
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """Where the next batch is: its epoch, and how many batches of the epoch lie before it."""
+        """The position of the next batch: its epoch, and the number of batches before it there."""
         finished = self._batches == len(self)
         return {
             "epoch": self._epoch + finished,
@@ -169,10 +170,10 @@ class ResumableLoader(DataLoader):
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continues at `state` with the next pass.
+        """Makes the next pass continue at `state`.
 
         Raises:
-            ValueError: `state` lies inside an epoch that had another number of batches.
+            ValueError: `state` is inside an epoch with another number of batches.
         """
         if state["batches"] and state["length"] != len(self):
             raise ValueError(
@@ -194,21 +195,21 @@ def build_loader(
     collate_fn: Callable | None = None,
     trainer: Trainer | None = None,
 ) -> DataLoader:
-    """The loader of this rank.
+    """Build the loader of this rank.
 
-    Training shuffles, and leaves out the last batch when it is not full (unless it is the only
-    one); the loader is a `ResumableLoader`. Evaluation goes through all samples in order, each
-    valid on exactly one rank.
+    A training loader is a `ResumableLoader`; it shuffles, and drops the last batch if it is not
+    full (unless it is the only one). An evaluation loader has all samples in order, each valid on
+    exactly one rank.
 
     Args:
         dataset: map-style; see `SeededDataset` for its samples.
         batch_size: samples per batch and rank.
-        training: see above.
-        seed: of order and augmentation.
+        training: whether it is for training; see above.
+        seed: seed of order and augmentation.
         repeats: see `SeededSampler`.
-        num_workers: processes that load ahead; 0 loads in this process.
+        num_workers: processes that load samples; 0 loads in this process.
         collate_fn: makes a batch of a list of samples; torch's default when None.
-        trainer: says which rank of how many this is; 0 of 1 when None.
+        trainer: has the rank and the number of ranks; None: rank 0 of 1.
 
     Raises:
         ValueError: there are fewer training samples than ranks; or the trainer has
@@ -236,22 +237,22 @@ def build_loader(
         drop_last=training and len(sampler) >= batch_size,
         pin_memory=torch.cuda.is_available(),
         persistent_workers=num_workers > 0,
-        # or else each pass would take a number from the global generator
+        # without it each pass would draw a number from the global generator
         generator=torch.Generator().manual_seed(seed),
     )
 
 
 class PartsData(LightningDataModule):
-    """Data in the parts "train", "val", "test" and "predict", with a loader for each.
+    """A DataModule with the parts "train", "val", "test" and "predict", and a loader for each.
 
-    A subclass says in `samples` what a part holds.
+    A subclass returns a part's samples in `samples`.
 
     Args:
         batch_size: samples per device and training step.
         eval_batch_size: samples per device and evaluation step; `batch_size` when None.
-        num_workers: processes that make samples; 0 does so in the training process.
-        seed: of order and augmentation.
-        repeats: of training, see `SeededSampler`.
+        num_workers: processes that load samples; 0 loads in the training process.
+        seed: seed of order and augmentation.
+        repeats: repeated augmentation in training, see `SeededSampler`.
     """
 
     def __init__(
@@ -267,7 +268,7 @@ class PartsData(LightningDataModule):
         self.num_workers, self.seed, self.repeats = num_workers, seed, repeats
 
     def samples(self, part: str) -> Dataset:
-        """The samples of a part. Its method `collate`, if it has one, makes batches of them."""
+        """The samples of a part. The dataset's method `collate`, if it has one, makes batches."""
         raise NotImplementedError
 
     def members(self, part: str) -> tuple[list[str], bool]:
@@ -279,7 +280,7 @@ class PartsData(LightningDataModule):
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
-        """What a trained model needs to know of its data to predict, in plain types.
+        """The description of the data that a trained model needs for prediction, in plain types.
 
         `kind` is "images", "sentences", "prompts" or "pictures and texts"; {} where prediction is
         not supported.
@@ -287,7 +288,7 @@ class PartsData(LightningDataModule):
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The description, and the class of the module; Lightning writes it into checkpoints."""
+        """The description and the LightningModule's class, for Lightning's checkpoints."""
         description = self.describe()
         if not description or self.trainer is None:
             return {}
@@ -295,11 +296,11 @@ class PartsData(LightningDataModule):
         return {"description": description, "module": f"{module.__module__}.{module.__qualname__}"}
 
     def manifest(self, part: str) -> dict[str, Any]:
-        """What is in a part, for others to check or to use again.
+        """A record of the samples in a part, so that others can check or reproduce it.
 
         Returns:
-            `examples`, their number; `sha256` of the lines of `members`, each with its end; and
-            `members`, the lines, if the seed drew them: other parts follow from the data.
+            `examples`, their number; `sha256` of the lines of `members`, each with its line end;
+            and `members`, the lines themselves, if the seed drew the part.
         """
         lines, drawn = self.members(part)
         digest = hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
@@ -333,7 +334,7 @@ class PartsData(LightningDataModule):
 
 
 def draw(items: list, count: int | None, seed: int) -> list:
-    """`count` of the items, drawn by `seed`, in their order; all of them when None."""
+    """`count` of the items, drawn by `seed`, in their original order; all if `count` is None."""
     if count is None or count >= len(items):
         return items
     chosen = np.random.default_rng(seed).permutation(len(items))[:count]

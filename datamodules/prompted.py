@@ -1,4 +1,4 @@
-"""A prompt in, a text out: sequences for a causal language model, and prompts to continue."""
+"""Prompts and texts for a causal language model: sequences to train on, prompts to continue."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -14,11 +14,11 @@ from datamodules.tokens import encode, filling, pad, tokenizer_state
 
 
 class TeacherForcedSet(Dataset):
-    """Map-style dataset of prompt + text; `labels` are -100 at the prompt.
+    """Map-style dataset of prompt + text; `labels` are -100 for the prompt's tokens.
 
     Args:
         pairs: the tokens of prompt and text.
-        fill: what shorter sequences are padded with, by key.
+        fill: padding values, by key.
     """
 
     def __init__(self, pairs: Sequence[tuple[list[int], list[int]]], fill: dict[str, int]) -> None:
@@ -30,17 +30,17 @@ class TeacherForcedSet(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         prompt, text = self.pairs[index]
         ids = [*prompt, *text]
-        # a tensor: `loading` marks a sample that only fills up by arithmetic on its labels
+        # a tensor, since SeededDataset does arithmetic on the labels of samples that only fill up
         labels = torch.tensor([IGNORED] * len(prompt) + text)
         return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels}
 
 
 class PromptSet(Dataset):
-    """Map-style dataset of prompts to be continued; `labels` is the place of the prompt.
+    """Map-style dataset of prompts to be continued; `labels` is the index of the prompt.
 
     Args:
-        prompts: their tokens.
-        fill: what shorter prompts are padded with on the left, by key.
+        prompts: the tokens of each prompt.
+        fill: padding values, by key; prompts are padded on the left.
     """
 
     def __init__(self, prompts: Sequence[list[int]], fill: dict[str, int]) -> None:
@@ -55,36 +55,34 @@ class PromptSet(Dataset):
 
 
 class PromptedData(TokenizedData):
-    """Batches for a causal language model, and the references to score what it writes.
+    """Batches for a causal language model, and references to score its generated texts.
 
     Training and validation: `input_ids`, `attention_mask`, `labels` (B, L), padded on the right;
-    labels are -100 but for the text and its end-of-text token. A sequence ends after `max_length`
-    tokens; an example whose prompt leaves no token of that to its text is left out, and counted in
-    a warning. Test and prediction: every different prompt of the test part once, `input_ids` and
-    `attention_mask` (B, L) padded on the left, as generation needs it, and `labels` (B,) the place
-    of the prompt in `prompts("test")` and `references("test")`; -100 marks a sample that only fills
-    up the last round of several ranks. `prompt_dataloader` gives the same for another part.
+    labels are -100 except for the text and its end-of-text token. Sequences are truncated to
+    `max_length` tokens; examples whose prompt alone is that long are dropped, with a warning. Test
+    and prediction: every different prompt of the test part once, `input_ids` and `attention_mask`
+    (B, L) padded on the left, as generation needs it, and `labels` (B,), the index of the prompt in
+    `prompts("test")` and `references("test")`; -100 marks samples that only fill up the last
+    batches of several ranks. `prompt_dataloader` has such batches of another part.
 
-    A subclass says in `load` which (prompt, text) pairs a part holds, and in `encode_prompts` what
-    begins a sequence. Arguments: see `TokenizedData`.
+    A subclass returns a part's (prompt, text) pairs in `load`, and tokenises prompts in
+    `encode_prompts`. Arguments: see `TokenizedData`.
     """
 
-    # What a subclass writes.
+    # Subclasses implement this.
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each prompt, special ones with them."""
+        """The tokens of each prompt, special tokens included."""
         raise NotImplementedError
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """The tokens of each text, with the end-of-text token."""
         return [[*ids, self.end_token_id] for ids in encode(texts, self.tokenizer)]
 
-    # What there is.
-
-    template: str | None = None  # what a user's input becomes a prompt in, with {input} in it
+    template: str | None = None  # of the prompt for a user's input, which replaces {input}
 
     def describe(self) -> dict[str, Any]:
-        """The template, and the tokens before and behind a prompt."""
+        """The template, and the special tokens before and after a prompt."""
         if self.template is None:
             return {}
         [plain], [ids] = encode(["a"], self.tokenizer), self.encode_prompts(["a"])
@@ -103,7 +101,7 @@ class PromptedData(TokenizedData):
         return list(group(self.examples(part)))
 
     def references(self, part: str) -> list[list[str]]:
-        """The texts of each of `prompts(part)`, as the file writes them."""
+        """The reference texts of each of `prompts(part)`, as in the file."""
         return list(group(self.examples(part)).values())
 
     @property
@@ -133,8 +131,8 @@ class PromptedData(TokenizedData):
         ]
         if not pairs:
             raise ValueError(
-                f"Every prompt of the {part} part leaves none of max_length={self.max_length} to "
-                "the text: set --data.max_length higher."
+                f"Every prompt of the {part} part has max_length={self.max_length} or more tokens, "
+                "which leaves none for the text: set --data.max_length higher."
             )
         if dropped := len(prompts) - len(pairs):
             rank_zero_warn(
@@ -147,7 +145,7 @@ class PromptedData(TokenizedData):
         return self.loader(self._prompt_set(self.prompts(part)))
 
     def loader_of(self, prompts: Sequence[str]) -> DataLoader:
-        """Batches of any prompts, as `prompt_dataloader` makes them of a part's."""
+        """Batches of any prompts, like those of `prompt_dataloader`."""
         return self.loader(self._prompt_set(prompts))
 
     def _prompt_set(self, prompts: Sequence[str]) -> PromptSet:

@@ -7,15 +7,16 @@ from datamodules.loading import data_folder, hold_out
 from datamodules.tables import open_lines
 from datamodules.text import Example, SentenceData
 
-SHARES = (0.8, 0.9)  # of rt-polarity's lines, in file order: train, then val, then test
+SHARES = (0.8, 0.9)  # of rt-polarity's lines, in file order, where train and val end
 
 
 class ReviewData(SentenceData):
     """Labelled reviews.
 
-    Rotten Tomatoes has no official split: like the hub's, the first 80 % of either file train, the
-    next tenth validates, the last tests. Nine in ten of SST-2's sentences are in it, so no model of
-    SST-2 may be scored on it. IMDB's test part is its own; a tenth of its training part validates.
+    Rotten Tomatoes has no official split. As on the hub, the first 80 % of either file are the
+    training part, the next tenth the validation part and the last the test part. It contains nine
+    in ten of SST-2's sentences, so models trained on SST-2 must not be scored on it. IMDB has its
+    own test part; a tenth of its training part is held out for validation.
 
     Args:
         name: "rotten_tomatoes" (rt-polarity.pos, rt-polarity.neg) or "imdb" (train/pos/*.txt, …).

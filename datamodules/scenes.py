@@ -1,4 +1,4 @@
-"""Images of scenes, with more to say of each than one class: segmentation's and detection's."""
+"""The base of the DataModules for segmentation and detection; drawing generated scenes."""
 
 import tempfile
 from pathlib import Path
@@ -13,19 +13,20 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class SceneData(PartsData):
-    """Where the images lie, how large they are made and how their pixels are normalised.
+    """Base of the segmentation and detection DataModules: folder, image size, normalisation.
 
-    A subclass says in `write` how a small set of its form is made.
+    A subclass writes a small generated dataset in `write`.
 
     Args:
-        root: the folder of the data; the one called `folder_name` in $RECIPES_DATA when None.
-        source: "folder" reads `root`; "generated" writes a small set of the same form and reads
-            that.
-        image_size: S, the side of the square that images become, in pixels.
+        root: the folder of the data; the folder `folder_name` in $RECIPES_DATA when None.
+        source: "folder" reads `root`; "generated" writes a small dataset in the same format and
+            reads that.
+        image_size: S, the side of the square that images are resized to, in pixels.
         batch_size: images per device and training step.
-        mean: of the pixel values (0 to 1), per channel.
-        std: likewise.
-        generate: of the small set: "train", "val" (numbers of images) and "size" (in pixels).
+        mean: mean of the pixel values (0 to 1), per channel.
+        std: standard deviation of the pixel values, per channel.
+        generate: settings of the generated dataset: "train", "val" (numbers of images) and "size"
+            (in pixels).
         **kwargs: see `PartsData`.
     """
 
@@ -51,7 +52,7 @@ class SceneData(PartsData):
 
     @property
     def folder(self) -> Path:
-        """Where the data lie; generated ones are written when this is first asked for."""
+        """The folder of the data; generated data are written at the first access."""
         if self.source == "folder":
             return data_folder(self.root, self.folder_name)
         if self._scratch is None:
@@ -60,16 +61,16 @@ class SceneData(PartsData):
         return Path(self._scratch.name)
 
     def write(self, folder: str, **settings: Any) -> None:
-        """Write a small set of the same form into a folder."""
+        """Write a small generated dataset, in the same format, into a folder."""
         raise NotImplementedError
 
 
 class Square(v2.Transform):
-    """Resizes the longer side to `size` pixels and fills up at the right and at the bottom.
+    """Resizes the longer side to `size` pixels and pads at the right and at the bottom.
 
     Args:
-        size: of the square.
-        fill: as for torchvision's pad.
+        size: side of the square, in pixels.
+        fill: padding value, as in torchvision's Pad.
     """
 
     def __init__(self, size: int, fill: Any) -> None:
@@ -77,14 +78,14 @@ class Square(v2.Transform):
         self.size, self.fill = size, fill
 
     def forward(self, *inputs: Any) -> Any:
-        """The inputs, all resized and padded alike."""
+        """The inputs, resized and padded in the same way."""
         height, width = self.seen(self.size, *v2.functional.get_size(inputs[0]))
         padding = [0, 0, self.size - width, self.size - height]
         return v2.Compose([v2.Resize([height, width]), v2.Pad(padding, fill=self.fill)])(*inputs)
 
     @staticmethod
     def seen(size: int, height: int, width: int) -> tuple[int, int]:
-        """Height and width, in the square, of an image that was so high and wide."""
+        """Height and width that an image of the given height and width takes up in the square."""
         scale = size / max(height, width)
         return max(1, round(height * scale)), max(1, round(width * scale))
 
@@ -95,7 +96,7 @@ SHAPES = ("square", "disc", "triangle")  # of the generated scenes
 def draw_shape(
     draw: ImageDraw.ImageDraw, shape: str, box: tuple[int, int, int, int], fill: Any
 ) -> None:
-    """One of SHAPES that touches the four sides of a box (x1, y1, x2, y2)."""
+    """Draw one of SHAPES so that it touches the four sides of a box (x1, y1, x2, y2)."""
     if shape == "square":
         draw.rectangle(box, fill=fill)
     elif shape == "disc":

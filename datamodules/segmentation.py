@@ -1,11 +1,11 @@
-"""Semantic segmentation: ADE20K's scene parsing benchmark, and sets of that form.
+"""Semantic segmentation: ADE20K's scene parsing benchmark, and datasets in its format.
 
     ADEChallengeData2016/objectInfo150.txt                      the classes, from 1
     ADEChallengeData2016/images/{training,validation}/*.jpg
     ADEChallengeData2016/annotations/{training,validation}/*.png
 
-A pixel of an annotation is a class, or 0 for "other", which neither trains nor counts: classes
-move down by one and 0 becomes -100.
+A pixel of an annotation is a class from 1, or 0 for "other", which is neither trained on nor
+scored. Labels are therefore one less: classes from 0, and -100 for "other".
 """
 
 import random
@@ -35,7 +35,7 @@ class SegmentationSet(Dataset):
     Args:
         pairs: the files of an image and of its annotation.
         num_classes: largest value that an annotation may have.
-        transform: of both together.
+        transform: transform of both together.
     """
 
     def __init__(self, pairs: list[tuple[Path, Path]], num_classes: int, transform: v2.Compose):
@@ -47,11 +47,11 @@ class SegmentationSet(Dataset):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         image, labels = self.read(index)
         image, labels = self.transform(tv_tensors.Image(image), tv_tensors.Mask(labels))
-        # plain tensors, without the types that the transforms went by
+        # plain tensors instead of torchvision's tv_tensors
         return image.as_subclass(Tensor), labels.as_subclass(Tensor).long()
 
     def read(self, index: int) -> tuple[Image.Image, Tensor]:
-        """The image and its labels (H, W), int16, as they lie on the disk.
+        """The image and its labels (H, W), int16, at their original size.
 
         Raises:
             ValueError: a label is above the number of classes, or the sizes differ.
@@ -75,7 +75,7 @@ class SegmentationSet(Dataset):
 
 
 class WholeImages(SegmentationSet):
-    """The set to evaluate on: the image is resized, the labels stay as they are on disk."""
+    """The dataset for evaluation: images are resized, labels keep their original size."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         image, labels = self.read(index)
@@ -83,21 +83,21 @@ class WholeImages(SegmentationSet):
 
     @staticmethod
     def collate(samples: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-        """Images and labels in lists: no two need be of one size."""
+        """Images and labels in lists, since their sizes differ."""
         images, labels = zip(*samples, strict=True)
         return list(images), list(labels)
 
 
 class SegmentationData(SceneData):
-    """Squares to train on, `(images (B, 3, S, S), labels (B, S, S))`, and whole images to score.
+    """Square crops for training, `(images (B, 3, S, S), labels (B, S, S))`; whole images to score.
 
     A label is a class or -100. Training: the shorter side is resized to between half and twice S,
     then a square is cropped (padded where the image is smaller), flipped with probability ½ and
     distorted in brightness, contrast, saturation and hue, as in mmsegmentation's ADE20K recipes
-    but for their limit on one class's share of a crop. Evaluation, as theirs: the shorter side is
-    resized to S, whatever the longer one then is (theirs is at most 4 S), and the labels stay at
-    their original size: lists of images (3, h, w) and of labels (H, W). Validation serves as test:
-    the labels of the test images are not public.
+    except for their limit on one class's share of a crop. Evaluation, as theirs: the shorter side
+    is resized to S, without their limit of 4 S on the longer one, and labels keep their original
+    size; batches are lists of images (3, h, w) and of labels (H, W). The test part is the
+    validation part again, since the labels of the test images are not public.
 
     Args:
         **kwargs: see `SceneData`; a batch size of at least 2 for batch normalisation.
@@ -140,7 +140,7 @@ class SegmentationData(SceneData):
         return v2.Compose([v2.ToImage(), v2.Resize(self.image_size), *self._to_tensor()])
 
     def _filling(self) -> dict[Any, Any]:
-        """The mean colour for images, no class for labels."""
+        """Padding values: the mean colour for images, IGNORED for labels."""
         return {tv_tensors.Image: [round(255 * x) for x in self.mean], tv_tensors.Mask: IGNORED}
 
     def _to_tensor(self) -> list[v2.Transform]:
@@ -195,23 +195,23 @@ def list_pairs(folder: Path, part: str) -> list[tuple[Path, Path]]:
     return pairs
 
 
-# A small set of the same form.
+# Generated data in the same format.
 
 
 def write_ade20k(
     folder: str | Path, train: int = 48, val: int = 16, size: int = 64, seed: int = 0
 ) -> Path:
-    """Writes images of coloured shapes before a striped wall, annotated in ADE20K's form.
+    """Writes images of coloured shapes before a striped wall, annotated in ADE20K's format.
 
     Classes are the wall and the shapes, each in any colour; a frame around the image is "other".
     Some images are wide and some tall.
 
     Args:
-        folder: made if it is not there.
+        folder: created if it does not exist.
         train: number of training images.
         val: number of validation images.
-        size: of the shorter side, in pixels.
-        seed: of what is drawn.
+        size: length of the shorter side, in pixels.
+        seed: seed of the images.
 
     Returns:
         The folder.

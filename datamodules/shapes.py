@@ -1,7 +1,7 @@
 """Generated pictures of coloured shapes, with captions, questions, hypotheses and boxes.
 
-`write` puts them into a folder in the official forms of Flickr30k's retrieval lists (ALBEF's json),
-VQA v2 (ALBEF's json), SNLI-VE and RefCOCO+, so that the real readers read them.
+`write` writes them into a folder in the formats of Flickr30k's retrieval lists (ALBEF's json), VQA
+v2 (ALBEF's json), SNLI-VE and RefCOCO+, for the same readers as real data.
 """
 
 import json
@@ -25,7 +25,7 @@ COLOURS = {
     "orange": (240, 130, 20),
     "purple": (130, 50, 160),
 }
-# place of the first thing → how it stands to the second, and the second to the first
+# position of the first thing → its relation to the second, and the second's to the first
 RELATIONS = {"left": ("left of", "right of"), "top": ("above", "below")}
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = (
@@ -46,18 +46,18 @@ def write(
     """Write the pictures and all lists.
 
     Each picture has two things, different in shape and colour, beside or above each other. No two
-    pictures show the same, in no part.
+    pictures of any part show the same scene.
 
     Args:
-        folder: receives images/*.png, tokenizer/ and the lists.
-        seed: of what is drawn and where.
-        train: pictures to train on.
-        val: to validate on.
-        test: to test on.
+        folder: for images/*.png, tokenizer/ and the lists.
+        seed: seed of the scenes and positions.
+        train: number of training pictures.
+        val: number of validation pictures.
+        test: number of test pictures.
         size: side of a picture, in pixels.
 
     Raises:
-        ValueError: if there are not so many different pictures.
+        ValueError: if there are not that many different scenes.
     """
     from transformers import BertTokenizer
 
@@ -71,7 +71,7 @@ def write(
     if train + val + test > len(scenes):
         raise ValueError(
             f"generate asks for {train} + {val} + {test} pictures, expected at most {len(scenes)}: "
-            "so many different ones there are; give fewer"
+            "there are only so many different ones; give fewer"
         )
     order = rng.permutation(len(scenes))
     (folder / "images").mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def _describe(
     lists: dict[str, list],
     references: dict[str, Any],
 ) -> None:
-    """Draw one picture and add what is said of it."""
+    """Draw one picture, and add its captions, questions, hypotheses and phrases to the lists."""
     one, other, place = scene
     image = f"images/{number:05d}.png"
     boxes = _draw(folder / image, scene, size, rng)
@@ -166,7 +166,7 @@ def _draw(
     size: int,
     rng: np.random.Generator,
 ) -> list[list[int]]:
-    """Draw a scene; the boxes (x, y, w, h) of its two things, in pixels."""
+    """Draw a scene, and return the boxes (x, y, w, h) of its two things, in pixels."""
     one, other, place = scene
     grey = int(rng.integers(110, 150))
     picture = Image.new("RGB", (size, size), (grey, grey, grey))

@@ -1,4 +1,4 @@
-"""Reading text files: lines, tables whose columns have names, labels and scores."""
+"""Reading text files: lines, tables with named columns, labels and scores."""
 
 import csv
 import json
@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-TXT = "sentence"  # the column of a txt file
-csv.field_size_limit(2**31 - 1)  # characters of a cell; Python refuses more than 131,072
+TXT = "sentence"  # name of the only column of a txt file
+csv.field_size_limit(2**31 - 1)  # characters of a cell; Python's default is 131,072
 
 
 def read_class(text: str, classes: Mapping[str, int], place: str) -> int:
-    """The class with this name. Raises ValueError, which names the place, if there is none."""
+    """The number of the class with this name. Raises ValueError with the place if none has it."""
     if text not in classes:
         raise ValueError(
             f"{place}: the label is {text!r}, expected one of {', '.join(map(repr, classes))}: "
@@ -23,7 +23,7 @@ def read_class(text: str, classes: Mapping[str, int], place: str) -> int:
 
 
 def read_score(text: str, place: str) -> float:
-    """The finite number that `text` writes. Raises ValueError, which names the place, if none."""
+    """`text` as a finite number. Raises ValueError with the place if it is none."""
     try:
         number = float(text)
     except ValueError:
@@ -45,7 +45,7 @@ def open_lines(path: str | Path) -> list[str]:
             f"{path} is not there, expected a text file: correct its name, or put it there."
         )
     try:
-        # not splitlines(): a sentence may hold what Unicode takes for a line end
+        # not splitlines(): a sentence may contain characters that Unicode treats as line ends
         lines = Path(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8.") from error
@@ -66,12 +66,12 @@ def column_error(path: str | Path, line: int, count: int, expected: int) -> Valu
 def read_table(path: str | Path, columns: Sequence[str]) -> list[tuple[int, dict[str, str]]]:
     """The rows of a csv, tsv, jsonl or txt file, each with the number of the line it ends on.
 
-    csv is quoted as spreadsheets quote; in tsv a quotation mark is a character like others; jsonl
-    has an object on each line; txt has one column, `sentence`, and a line for each.
+    csv may have cells in quotation marks; in tsv these have no special meaning; jsonl has an object
+    on each line; txt has a sentence on each line, as the column `sentence`.
 
     Args:
         path: the file.
-        columns: names that must be there.
+        columns: names of columns that the table must have.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -115,7 +115,7 @@ def read_table(path: str | Path, columns: Sequence[str]) -> list[tuple[int, dict
 
 
 def csv_cells(lines: Iterable[str]) -> list[tuple[int, list[str]]]:
-    """The cells of each row of a csv, none of an empty line, with the line that the row ends on."""
+    """The cells of each row of a csv ([] for an empty line), with the number of its last line."""
     reader = csv.reader(line + "\n" for line in lines)
     return [(reader.line_num, cells) for cells in reader]
 
@@ -123,7 +123,7 @@ def csv_cells(lines: Iterable[str]) -> list[tuple[int, list[str]]]:
 def named_cells(
     path: str | Path, header: Sequence[str], rows: Iterable[tuple[int, list[str]]]
 ) -> list[tuple[int, dict[str, str]]]:
-    """The cells of each row by the header's names, with its line; empty rows are left out.
+    """The cells of each row as a dict by the header's names, with its line, without empty rows.
 
     Raises:
         ValueError: a row has more or fewer cells than the header.

@@ -1,8 +1,8 @@
-"""The base of the text DataModules; labelled sentences, and tables of your own.
+"""Base classes of the text DataModules, and a DataModule for tables of labelled sentences.
 
-`TokenizedData` is what all of them share: parts, limits and a tokenizer. `SentenceData` is for one
+`TokenizedData` has what all of them share: parts, limits and a tokenizer. `SentenceData` is for one
 or two sentences with a label, whatever the source; glue.py builds on it. `TextData` reads csv, tsv
-and jsonl files whose columns have names. prompted.py is for texts that a language model writes.
+and jsonl files with named columns. prompted.py is for texts that a language model generates.
 """
 
 import functools
@@ -30,7 +30,7 @@ from datamodules.tokens import (
 
 
 class Example(NamedTuple):
-    """One or two sentences; `label` is a class, a score, or None where the data give none."""
+    """One or two sentences; `label` is a class, a score, or None for unlabelled data."""
 
     first: str
     second: str | None = None
@@ -42,10 +42,10 @@ class SentenceSet(Dataset):
 
     Args:
         examples: the sentences.
-        tokenizer: makes the tokens.
-        max_length: tokens at most.
-        regression: labels are numbers.
-        prompts: write `Input: … Output:` around the sentences, for a language model to answer.
+        tokenizer: a transformers tokenizer.
+        max_length: most tokens of an example; longer ones are truncated.
+        regression: whether labels are numbers instead of classes.
+        prompts: whether to write `Input: … Output:` around the sentences, for a language model.
     """
 
     def __init__(
@@ -80,22 +80,22 @@ class SentenceSet(Dataset):
 
 
 class TokenizedData(PartsData):
-    """Text in parts, and its tokenizer: the base of the text DataModules.
+    """The base of the text DataModules: parts of text, and a tokenizer.
 
-    A subclass says in `load` what a part holds, and in `samples` what a model is given. A part
-    is read when it is first asked for, so that a missing one matters only to those who use it.
+    A subclass reads a part's examples in `load`, and makes the model's inputs in `samples`. A part
+    is read at its first use, so that a missing file matters only if its part is used.
 
     Args:
-        tokenizer: transformers' name of one, or a folder with its files. None: one with
-            `vocab_size` entries is trained on the training part.
+        tokenizer: name of a transformers tokenizer, or a folder with its files. None: a tokenizer
+            with `vocab_size` entries is trained on the training part.
         vocab_size: see `tokenizer`.
-        max_length: an example's tokens beyond this many are cut off.
+        max_length: most tokens of an example; longer ones are truncated.
         batch_size: examples per device and training step.
         eval_batch_size: examples per device and evaluation step; `batch_size` when None.
-        num_workers: processes that make samples; 0 does so in the training process.
-        seed: of order, splits and selection.
+        num_workers: processes that load samples; 0 loads in the training process.
+        seed: seed of order, splits and selection.
         limit: keep at most this many training examples, drawn by `seed`.
-        eval_limit: likewise for validation and test.
+        eval_limit: keep at most this many validation and test examples, drawn by `seed`.
     """
 
     def __init__(
@@ -121,14 +121,14 @@ class TokenizedData(PartsData):
         self._parts: dict[str, list] = {}
         self._tokenizer: Any = None
 
-    # What a subclass writes.
+    # Subclasses implement these.
 
     def load(self, part: str) -> list:
-        """All examples of "train", "val", "test" or "predict": tuples that hold their texts."""
+        """All examples of "train", "val", "test" or "predict", as tuples with their texts."""
         raise NotImplementedError
 
     def drawn(self, part: str) -> bool:
-        """Whether the seed decided what `load` gives for a part."""
+        """Whether the result of `load` for a part depends on the seed."""
         return False
 
     def select(self, part: str, examples: list) -> list:
@@ -136,10 +136,10 @@ class TokenizedData(PartsData):
         limits = {"train": self.limit, "val": self.eval_limit, "test": self.eval_limit}
         return draw(examples, limits.get(part), self.seed)
 
-    # What there is. All of these work before the trainer calls `setup`.
+    # All of these can be used before the trainer calls `setup`.
 
     def examples(self, part: str) -> list:
-        """The examples of a part, in order, within the limits.
+        """The examples of a part, in order, at most `limit` or `eval_limit` of them.
 
         Raises:
             ValueError: there is none.
@@ -178,17 +178,17 @@ class TokenizedData(PartsData):
 
 
 class SentenceData(TokenizedData):
-    """Labelled sentences in, padded batches out: the dict that transformers' models take.
+    """Labelled sentences as padded batches: the dict that transformers' models take.
 
     Keys: `input_ids` and `attention_mask` (B, L) with L the longest of the batch, `token_type_ids`
-    if the tokenizer makes them, and `labels` (B,): int64 classes, or float32 scores. A label that
-    is not there (an unlabelled part, or a sample that only fills up the last evaluation round of
-    several ranks) is -100. Of a pair that is too long, the longer sentence is cut off first.
+    if the tokenizer makes them, and `labels` (B,): int64 classes, or float32 scores. Labels are
+    -100 in unlabelled parts, and for samples that only fill up the last evaluation batches of
+    several ranks. In a pair that is too long, the longer sentence is truncated first.
 
-    A subclass says in `load` which `Example`s a part holds.
+    A subclass returns the `Example`s of a part in `load`.
 
     Args:
-        label_words: a word for each class, which a language model is to write behind
+        label_words: a word for each class, which a language model should generate after
             `Input: {sentences} Output:` (APET, arXiv 2306.02320, App. D); None for a classifier.
         **kwargs: see `TokenizedData`.
     """
@@ -229,7 +229,7 @@ class SentenceData(TokenizedData):
         return self.num_classes == 1
 
     def describe(self) -> dict[str, Any]:
-        """Class names, and what `SentenceSet` takes, with the columns of a table."""
+        """Class names, the arguments of `SentenceSet`, and the columns of a table."""
         return {
             "kind": "sentences",
             "class_names": list(getattr(self, "class_names", [])),
@@ -249,10 +249,10 @@ class SentenceData(TokenizedData):
 class TextData(SentenceData):
     """Tables of sentences: csv, tsv or jsonl files with named columns.
 
-    The ending of a file's name says its format; see `tables.read_table`. Classes are the
-    labels of the training file in order, of numbers if all are numbers and else of letters; a
-    label that appears elsewhere only is an error. A file that is not there is looked for in the
-    folder RECIPES_DATA.
+    The ending of a file's name determines its format; see `tables.read_table`. Classes are the
+    labels of the training file, sorted by number if all are numbers and else alphabetically; a
+    label that appears only in another file is an error. Files that do not exist are looked for in
+    the folder RECIPES_DATA.
 
     Args:
         train: file to train on.
@@ -261,8 +261,8 @@ class TextData(SentenceData):
         text: column of the sentence.
         pair: column of the second sentence, if there is one.
         label: column of the label.
-        regress: labels are numbers to predict, not classes.
-        val_fraction: see `val`.
+        regress: whether labels are numbers to predict, not classes.
+        val_fraction: share of the training file for validation, see `val`.
         **kwargs: see `TokenizedData`.
     """
 
@@ -297,7 +297,7 @@ class TextData(SentenceData):
 
     @property
     def class_names(self) -> list[str]:
-        """The labels as the training file writes them, by class; none for regression."""
+        """The labels as the training file has them, in the order of classes; [] for regression."""
         return [] if self.regress else list(self._classes)
 
     @functools.cached_property
@@ -352,7 +352,7 @@ class TextData(SentenceData):
 
 
 def _located(name: str) -> str:
-    """The file, or the one of that name in RECIPES_DATA if only that is there."""
+    """The file, or the one of that name in RECIPES_DATA if only that one exists."""
     below = Path(os.environ.get("RECIPES_DATA", "")) / name
     return str(below) if not Path(name).is_file() and below.is_file() else name
 

@@ -1,15 +1,16 @@
-"""Questions and answers, texts and summaries: an input in, a text out, for two kinds of models.
+"""Questions with answers and texts with summaries, for decoders and encoder–decoders.
 
-APET (arXiv 2306.02320), App. D, writes every task as `Input: {x} Output: {y}`. A decoder reads both
-in one sequence and learns the second; an encoder–decoder reads the input and writes the output.
+APET (arXiv 2306.02320), App. D, has every task in the form `Input: {x} Output: {y}`. A decoder
+reads both as one sequence and learns to generate the second; an encoder–decoder reads the input and
+learns to generate the output.
 
-Files, as their makers publish them:
+Files, as published:
 
     SQuAD        train.json, dev.json: {"data": [{"paragraphs": [{"context", "qas": [{"question",
                  "answers": [{"text"}]}]}]}]}
     NQ-Open      train.jsonl, dev.jsonl: {"question", "answer": [texts]} on each line
     SAMSum       train.json, val.json, test.json: [{"dialogue", "summary"}]
-    Multi-News   train.src, train.tgt, val.src, …: a text on each line, lines in step
+    Multi-News   train.src, train.tgt, val.src, …: a text on each line, the same lines in both
     columns      your own csv, tsv or jsonl, with the columns `text` and `target`
 """
 
@@ -31,31 +32,31 @@ Form = Literal["squad", "nq_open", "samsum", "multi_news", "columns"]
 
 
 class Pair(NamedTuple):
-    """An input and a text that answers it."""
+    """An input and its target text."""
 
     text: str
     target: str
 
 
 class TextToTextData(PromptedData):
-    """Inputs and the texts to be written for them.
+    """Inputs, and target texts that a model should generate for them.
 
     Batches of training and validation: `input_ids`, `attention_mask`, `labels`, padded on the
-    right. For a decoder (B, L) of input and target, labels -100 at the input; for an
-    encoder–decoder the input (B, L) and, as labels, the target (B, M). Test: see `PromptedData`;
-    an input with several answers stands once, with all of them as references.
+    right. For a decoder they are (B, L), input and target, with labels -100 for the input's tokens;
+    for an encoder–decoder the input is (B, L), and the labels are the target (B, M). Test: see
+    `PromptedData`; an input with several answers occurs once, with all of them as references.
 
-    An input that is too long is cut at its end; the word `Output:` after it stays.
+    An input that is too long is truncated; the word `Output:` still follows it.
 
     Args:
-        form: of the files, see the module's description.
-        root: their folder; $RECIPES_DATA/<form> when None.
-        files: names of the train, val and test files, where they are others than their makers'
-            (required for "columns"); without test, val is tested.
-        encoder_decoder: the model is one, such as T5.
-        target_length: tokens of a target beyond this many are cut off.
-        val_fraction: share of the training inputs, drawn by `seed`, that is held out to validate on
-            instead of the val file, which then is only tested (NQ-Open, which has no test file); an
+        form: format of the files, see the module's description.
+        root: folder of the files; $RECIPES_DATA/<form> when None.
+        files: names of the train, val and test files, if they differ from the published ones
+            (required for "columns"); without a test file the val file is the test part.
+        encoder_decoder: whether the model is an encoder–decoder, such as T5.
+        target_length: most tokens of a target; longer ones are truncated.
+        val_fraction: share of the training inputs, drawn by `seed`, that is held out for validation
+            instead of the val file, which then serves as test only (NQ-Open has no test file); an
             input's answers stay together. 0 holds nothing out.
         **kwargs: see `TokenizedData`.
     """
@@ -122,8 +123,8 @@ class EncoderDecoderSet(Dataset):
     """Map-style dataset of inputs, and of targets as `labels`.
 
     Args:
-        pairs: the tokens of both.
-        fill: what shorter sequences are padded with, by key.
+        pairs: the tokens of input and target.
+        fill: padding values, by key.
     """
 
     def __init__(self, pairs: Sequence[tuple[list[int], list[int]]], fill: dict[str, int]) -> None:
@@ -134,7 +135,7 @@ class EncoderDecoderSet(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         ids, target = self.pairs[index]
-        # a tensor: `loading` marks a sample that only fills up by arithmetic on its labels
+        # a tensor, since SeededDataset does arithmetic on the labels of samples that only fill up
         return {
             "input_ids": ids,
             "attention_mask": [1] * len(ids),
@@ -143,7 +144,7 @@ class EncoderDecoderSet(Dataset):
 
 
 def read_squad(path: Path) -> Iterator[Pair]:
-    """Context and question, with each of its answers; questions without an answer are left out."""
+    """Pairs of context and question with each answer; questions without answers are left out."""
     with _shape(path, "SQuAD's"):
         for article in _json(path)["data"]:
             for paragraph in article["paragraphs"]:
@@ -154,7 +155,7 @@ def read_squad(path: Path) -> Iterator[Pair]:
 
 
 def read_nq_open(path: Path) -> Iterator[Pair]:
-    """A question with each of its answers."""
+    """Pairs of a question with each of its answers."""
     with _shape(path, "NQ-Open's"):
         for number, line in enumerate(open_lines(path), start=1):
             if line.strip():
@@ -164,30 +165,30 @@ def read_nq_open(path: Path) -> Iterator[Pair]:
 
 
 def read_samsum(path: Path) -> Iterator[Pair]:
-    """A dialogue and its summary."""
+    """Pairs of a dialogue and its summary."""
     with _shape(path, "SAMSum's"):
         for row in _json(path):
             yield Pair(row["dialogue"], row["summary"])
 
 
 def read_multi_news(path: Path) -> Iterator[Pair]:
-    """The articles of one event, and their summary, from a .src file and the .tgt beside it.
+    """Pairs of an event's articles and their summary, from a .src file and the .tgt beside it.
 
     Raises:
-        ValueError: if they have unequally many lines.
+        ValueError: if they have different numbers of lines.
     """
     sources, targets = open_lines(path), open_lines(path.with_suffix(".tgt"))
     if len(sources) != len(targets):
         raise ValueError(
             f"{path} has {len(sources)} lines and {path.with_suffix('.tgt').name} {len(targets)}, "
-            "expected as many: fetch both files of one release."
+            "expected equal numbers: fetch both files of one release."
         )
     for source, target in zip(sources, targets, strict=True):
         yield Pair(source.replace("NEWLINE_CHAR", " "), target.removeprefix("– "))
 
 
 def read_columns(path: Path) -> Iterator[Pair]:
-    """The columns `text` and `target` of a table."""
+    """Pairs of the columns `text` and `target` of a table."""
     for _, row in read_table(str(path), ["text", "target"]):
         yield Pair(row["text"], row["target"])
 
@@ -209,7 +210,7 @@ FILES: Mapping[str, dict[str, str]] = {
 
 
 class _shape:
-    """Turns a missing key or a value of another type into a sentence about the file."""
+    """Context manager that turns a missing key or a wrong type into an error about the file."""
 
     def __init__(self, path: Path, whose: str) -> None:
         self.path, self.whose = path, whose

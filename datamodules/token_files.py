@@ -1,7 +1,8 @@
-"""Tokens of a corpus on disk, read without loading them, and the windows a language model is given.
+"""Token files: a tokenised corpus on disk, memory-mapped, cut into blocks or windows for a model.
 
-A folder holds `tokens.bin` (all documents one after the other, each with its end-of-text token),
-`ends.npy` (where each document ends) and `manifest.json`, which says whose tokens they are.
+A token file is a folder with `tokens.bin` (all documents one after the other, each with its
+end-of-text token), `ends.npy` (where each document ends) and `manifest.json` (which tokenizer made
+them, and how many there are).
 """
 
 import hashlib
@@ -27,16 +28,16 @@ BATCH = 64  # documents that are tokenised at a time
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """SHA-256 of all that decides which tokens a transformers tokenizer makes of a text."""
+    """SHA-256 of all settings of a transformers tokenizer that affect a text's tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         rules: Any = sorted(tokenizer.get_vocab().items())
     else:
         rules = json.loads(backend.to_str())
-        # calls set these two, and leave them set
+        # calling the tokenizer sets these two, and they stay set
         rules.update(truncation=None, padding=None)
-    told = [rules, tokenizer.eos_token_id]
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    settings = [rules, tokenizer.eos_token_id]
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 @contextmanager
@@ -63,8 +64,8 @@ def write_tokens(documents: Iterable[str], tokenizer: Any, folder: str | Path) -
 
     Args:
         documents: texts; empty ones are left out.
-        tokenizer: transformers' with an end-of-text token, which ends each document.
-        folder: stays as it is if it is there.
+        tokenizer: of transformers, with an end-of-text token, which is appended to each document.
+        folder: the token file to write; if it exists, nothing is written.
 
     Returns:
         The folder.
@@ -110,11 +111,11 @@ def write_tokens(documents: Iterable[str], tokenizer: Any, folder: str | Path) -
 
 
 class TokenFile:
-    """What `write_tokens` left in a folder, memory-mapped.
+    """A token file that `write_tokens` has written, memory-mapped.
 
     Args:
-        folder: where it is.
-        tokenizer: the one that the tokens must be of.
+        folder: its folder.
+        tokenizer: the tokenizer that must have made it.
 
     Attributes:
         tokens: (N,) of all documents.
@@ -123,7 +124,7 @@ class TokenFile:
 
     Raises:
         FileNotFoundError: there is no manifest.
-        ValueError: the tokens are another tokenizer's, of another format, or not all there.
+        ValueError: it was made by another tokenizer, has another format, or is incomplete.
     """
 
     def __init__(self, folder: str | Path, tokenizer: Any) -> None:
@@ -159,11 +160,11 @@ class TokenStream:
     """The documents of a part of a token file, one after another.
 
     Args:
-        file: what is read.
+        file: the token file.
         start: first token of the part.
-        stop: the token after the part; the end when None. A document that lies across a border
-            is cut there.
-        seed: draws the order of the documents; their own when None.
+        stop: the token after the part; None: the end. A document that crosses a border is cut
+            there.
+        seed: seed of a random order of the documents; None keeps their order.
     """
 
     def __init__(
@@ -175,8 +176,8 @@ class TokenStream:
         documents = np.flatnonzero(ends > begins)
         if seed is not None:
             documents = np.random.default_rng(seed).permutation(documents)
-        self._ends = ends[documents]  # in the file
-        self._places = np.cumsum(self._ends - begins[documents])  # likewise in the stream
+        self._ends = ends[documents]  # end of each document, in the file
+        self._places = np.cumsum(self._ends - begins[documents])  # and in the stream
 
     def __len__(self) -> int:
         return int(self._places[-1]) if len(self._places) else 0
@@ -195,7 +196,7 @@ class TokenStream:
 
 
 class Blocks(Dataset):
-    """A stream cut into blocks of `length` tokens to train on; a shorter rest is left out.
+    """Training samples: a stream cut into blocks of `length` tokens; a shorter rest is left out.
 
     A sample has `input_ids` and `labels` (L,), which are the same: transformers' models predict
     labels[1:] from input_ids[:-1].
@@ -221,12 +222,12 @@ class Blocks(Dataset):
 
 
 class Windows(Dataset):
-    """A whole stream to be scored token by token: every token but the first is a label once.
+    """Evaluation samples: windows in which every token of a stream but the first is a label once.
 
-    Window k begins at token k·stride and has `length` tokens. A label that an earlier window has
-    had is -100, and so is the first, before which there is nothing. With stride = length - 1 the
-    windows are disjoint in what they score; a smaller stride gives each token at least
-    length - stride tokens before it. The last window is filled up with token 0, label -100.
+    Window k begins at token k·stride and has `length` tokens. Labels that an earlier window scores
+    are -100, and so is the first, which has no context. With stride = length - 1 the windows score
+    disjoint tokens; with a smaller stride each token has at least length - stride tokens of
+    context. The last window is padded with token 0, label -100.
 
     Raises:
         ValueError: the stride is not from 1 to length - 1, or the stream has one token or none.

@@ -1,4 +1,4 @@
-"""Tokenizers, and batches of their tokens."""
+"""Loading, training and storing tokenizers; tokens of prompts; padded batches."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,9 +10,9 @@ from datamodules.loading import IGNORED
 
 
 def load_tokenizer(name: str) -> Any:
-    """transformers' tokenizer of this name or in this folder; it always has a padding token.
+    """The transformers tokenizer of this name or in this folder; it always has a padding token.
 
-    One that comes without (GPT-2's, Llama's) pads with its end-of-text token.
+    One without a padding token (GPT-2's, Llama's) pads with its end-of-text token.
 
     Raises:
         OSError: there is no such tokenizer, or no network to fetch it.
@@ -38,7 +38,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """A byte-level BPE tokenizer of these texts; no text is beyond it.
+    """Train a byte-level BPE tokenizer on texts; it can encode any text.
 
     One sentence becomes `<s> a </s>`, two `<s> a </s> b </s>`. Ids: 0 `<pad>`, 1 `<s>` (begin,
     class), 2 `</s>` (end, separator), then the 256 bytes, then merges.
@@ -86,7 +86,7 @@ SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 def tokenizer_state(tokenizer: Any) -> dict[str, Any]:
-    """A tokenizer in plain types, for a checkpoint; only its name if it is no fast one."""
+    """A tokenizer in plain types, for a checkpoint; its name only, if it is no fast tokenizer."""
     if not getattr(tokenizer, "is_fast", False):
         return {"name": tokenizer.name_or_path}
     tokens = {f"{name}_token": getattr(tokenizer, f"{name}_token", None) for name in SPECIAL_TOKENS}
@@ -98,7 +98,7 @@ def tokenizer_state(tokenizer: Any) -> dict[str, Any]:
 
 
 def tokenizer_from(state: dict[str, Any]) -> Any:
-    """The tokenizer that `tokenizer_state` wrote down."""
+    """The tokenizer that `tokenizer_state` has stored."""
     if "name" in state:
         return load_tokenizer(state["name"])
     from tokenizers import Tokenizer
@@ -125,14 +125,14 @@ def framed(
     begin: Sequence[int] = (),
     end: Sequence[int] = (),
 ) -> list[list[int]]:
-    """The tokens of `Input: {text} Output:`, in which APET (arXiv 2306.02320) writes every task.
+    """The tokens of `Input: {text} Output:`, the prompt of every task in APET (arXiv 2306.02320).
 
     Args:
-        texts: inputs; one that is too long is cut at its end, ` Output:` after it stays.
-        tokenizer: makes the tokens.
-        length: tokens at most.
-        begin: special tokens before.
-        end: special tokens behind.
+        texts: inputs; one that is too long is truncated, and ` Output:` still follows it.
+        tokenizer: a transformers tokenizer.
+        length: most tokens of a prompt.
+        begin: special tokens to put before it.
+        end: special tokens to put after it.
 
     Raises:
         ValueError: if nothing is left for the input.
@@ -149,14 +149,14 @@ def framed(
 
 
 def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """What a tokenizer puts before and behind a text by itself."""
+    """The special tokens that a tokenizer adds before and after a text."""
     [plain], ids = encode(["a"], tokenizer), tokenizer("a")["input_ids"]
     start = next(i for i in range(len(ids)) if ids[i : i + len(plain)] == plain)
     return ids[:start], ids[start + len(plain) :]
 
 
 def filling(tokenizer: Any) -> dict[str, int]:
-    """What a tokenizer's columns are padded with."""
+    """The padding value of each of a tokenizer's columns."""
     return {
         "input_ids": tokenizer.pad_token_id,
         "attention_mask": 0,
@@ -172,8 +172,8 @@ def pad(
 
     Args:
         samples: all with the same keys; a list may be a tensor (L,).
-        fill: what each list is padded with, by key.
-        left: pad at the front, as generation needs it.
+        fill: padding value of each list, by key.
+        left: whether to pad on the left, as generation needs it.
     """
     batch = {}
     for key, first in samples[0].items():

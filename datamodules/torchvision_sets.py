@@ -1,4 +1,4 @@
-"""Image sets that torchvision knows how to read and to download."""
+"""Image datasets of torchvision, which can read and download them."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ from datamodules.images import ImageData, Item, Splits
 
 
 class Source(NamedTuple):
-    """How torchvision's class is asked for each part; None: the set comes without it."""
+    """The number of classes, and the arguments of torchvision's class for each part (or None)."""
 
     num_classes: int
     train: dict[str, Any]
@@ -32,15 +32,15 @@ SOURCES = {
 
 
 class TorchvisionData(ImageData):
-    """A set by the name of its torchvision class, in the layout that torchvision gives it.
+    """A dataset by the name of its torchvision class, in the layout of torchvision.
 
-    Sets without a validation part validate on the test part unless `val_fraction` is set. The
-    first of DTD's ten official divisions is used.
+    Datasets without a validation part validate on the test part unless `val_fraction` is set. DTD
+    has ten official splits, of which the first is used.
 
     Args:
         dataset: CIFAR10, CIFAR100, DTD, FGVCAircraft, Flowers102, Food101, OxfordIIITPet, STL10
             or SVHN.
-        download: fetch what is missing in `prepare_data`; root may then be a new folder.
+        download: whether `prepare_data` downloads missing files; root may then be a new folder.
         **kwargs: see `ImageData`.
     """
 
@@ -52,7 +52,7 @@ class TorchvisionData(ImageData):
 
     @property
     def num_classes(self) -> int:
-        """Known before the download."""
+        """The number of classes; does not need the files."""
         return SOURCES[self.dataset].num_classes if self.classes is None else len(self.classes)
 
     def prepare_data(self) -> None:
@@ -87,12 +87,12 @@ class TorchvisionData(ImageData):
         return dataset[index][0].convert("RGB")
 
     def name_of(self, source: tuple[Any, int]) -> str:
-        """The place of an image in torchvision's set."""
+        """The index of an image in torchvision's dataset."""
         return str(source[1])
 
 
 def items_of(dataset: Any) -> list[Item]:
-    """The places of a torchvision dataset with their labels, without reading an image."""
-    names = ("targets", "labels", "_labels")  # torchvision never agreed on one
+    """The indices of a torchvision dataset with their labels; reads no image."""
+    names = ("targets", "labels", "_labels")  # torchvision's classes differ in this
     labels = next(getattr(dataset, name) for name in names if hasattr(dataset, name))
     return [((dataset, place), int(label)) for place, label in enumerate(labels)]
