@@ -105,7 +105,7 @@ def test_limits(data: E2EData) -> None:
     limited = E2EData(source="generated", limit=10, eval_limit=3)
     assert len(limited.rows("train")) == 10
     assert [len(texts) for texts in limited.references("test")] == [2, 2, 2]
-    with pytest.raises(ValueError, match="max_length=5 to the text"):
+    with pytest.raises(ValueError, match="has max_length=5 or more tokens"):
         short = E2EData(source="generated", max_length=5)
         next(iter(short.train_dataloader()))
 

@@ -72,7 +72,7 @@ def test_sixteen_bits_keep_their_contrast(tmp_path):
     Image.fromarray(pixels).save(tmp_path / "deep.png")
     assert np.asarray(read_image(tmp_path / "deep.png"))[..., 0].tolist() == [[0, 1], [128, 255]]
     Image.fromarray(pixels.astype(np.float32)).save(tmp_path / "deep.tiff")
-    with pytest.raises(OSError, match=r"deep.tiff cannot be read .*\(its mode F says nothing"):
+    with pytest.raises(OSError, match=r"deep.tiff cannot be read .*\(its mode F does not define"):
         read_image(tmp_path / "deep.tiff")
 
 
