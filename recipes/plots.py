@@ -7,6 +7,7 @@ from typing import Any
 
 import matplotlib
 import pandas as pd
+from matplotlib.ticker import MaxNLocator
 
 from recipes.results import Where, by_seed, select, title_of, unique
 
@@ -100,6 +101,8 @@ def curves(
                     axis.axhline(height, color=color, linestyle=":", label=title)
                     continue
                 places = unique(points.dropna(subset=["x"]), "x")
+                if not log and all(float(place).is_integer() for place in places):
+                    axis.xaxis.set_major_locator(MaxNLocator(integer=True))  # rounds, steps
                 values = [by_seed(points, metric, {"x": x}) * scale for x in places]
                 means = [value.mean() for value in values]
                 axis.plot(places, means, "o-", color=color, label=title)
