@@ -292,10 +292,10 @@ def test_the_similarity_is_of_rank_64_on_all_queries():
 def test_every_method_has_as_many_trials_on_a_held_out_part():
     plan = module_of("glue").EXPERIMENT
     rows = grid(plan.folder / "glue_grid.yaml", "small")["tuning"]["trials"]
-    assert {len(values) for trials in rows.values() for values in trials.values()} == {3}
+    assert {len(values) for trials in rows.values() for values in trials.values()} == {4}
     assert set(rows) == {"head", "bitfit", "lora", "vera", "full"}
     stages = declared("glue", "--preset", "small_bge", "--rows", "vera,scratch")
-    assert len(stages) == 5 * (3 + 1 + 1)
+    assert len(stages) == 5 * (4 + 1 + 1)
     for name in ("RTE_vera", "RTE_vera_lr0.01", "CoLA_scratch"):
         settings = stages[name].parsed()
         data, trial = settings.data.init_args, "_lr" in name
