@@ -119,9 +119,7 @@ def test_what_is_too_long_is_cut_or_left_out_and_counted(tmp_path: Path) -> None
     for sample in short:  # one token of the response remains
         assert len(sample["input_ids"]) == prompt + 1
         assert (sample["labels"] != -100).tolist() == [False] * prompt + [True]
-    with pytest.raises(
-        ValueError, match=f"Every prompt .* has max_length={prompt} or more tokens"
-    ):
+    with pytest.raises(ValueError, match=f"Every prompt .* has max_length={prompt} or more tokens"):
         sequences(prompt)
 
 
