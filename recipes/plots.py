@@ -51,9 +51,6 @@ def scatter(
         scale: factor by which the metric is multiplied.
         log: whether costs are on a logarithmic axis.
         ylabel: label of the vertical axis; by default the metric.
-
-    Raises:
-        ValueError: if the table has no such metric.
     """
     lines = select(table, {"x": None, **(where or {})})
     with _figure(lines, metric, costs, panel, path, ylabel, log) as panels:
@@ -133,10 +130,7 @@ def _figure(
 ) -> Iterator[list[tuple[Any, str, pd.DataFrame]]]:
     """Yield a figure's panels as (axis, cost metric, lines of the table); then save the figure."""
     shown = select(lines, {"metric": metric})
-    if shown.empty:
-        metrics = sorted(set(lines["metric"]))
-        raise ValueError(f"no {metric!r} to plot in {path.name}: the table has {metrics}")
-    values = list(unique(shown, panel)) if panel else [None]
+    values = list(unique(shown, panel)) if panel and len(shown) else [None]
     figure, axes = plt.subplots(
         1, count := len(values) * len(costs), figsize=(3.6 * count + 2, 3.8), squeeze=False
     )
@@ -149,7 +143,10 @@ def _figure(
         panels.append((axis, cost, part))
     yield panels
     axes[0][0].set_ylabel(ylabel or metric)
-    axes[0][-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize="small")
+    if axes[0][-1].get_legend_handles_labels()[0]:
+        axes[0][-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize="small")
+    else:  # as after a run with --only, whose report is written all the same
+        axes[0][-1].text(0.5, 0.5, "not measured", ha="center", transform=axes[0][-1].transAxes)
     save_plot(figure, path)
 
 

@@ -52,8 +52,10 @@ def run_experiment(experiment: Experiment, argv: list[str] | None = None) -> Run
         write_atomically(run.out / RUN, json.dumps(saved) + "\n")
         copy_files(run)
         execute(run, executor_of(run))
-        if all(is_finished(node) for node in run.nodes.values()):
-            write_report(experiment, run, table_of(run))
+        if (table := table_of(run)).empty:
+            console.print("Nothing was measured, so there is no report.")
+        else:
+            write_report(experiment, run, table)
     return run
 
 

@@ -243,7 +243,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     methods = {row: title for row, title in ROWS.items() if row in set(table["row"])}
     sizes = size_columns(table, methods)
     scored = {"stage": [f"score {row}" for row in methods]}
-    costs_of = "matvit" if "matvit" in methods else next(iter(methods))
+    costs_of = next(iter(methods), "matvit")
     columns = [*size_costs(costs_of), *compared(methods)]
     main = tabulate(table, sizes, columns, index="set", heading="size")
     main.show(f"MatViT ({run.preset}): validation accuracy, %")
@@ -270,7 +270,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         "KL(largest ‖ submodel), nats:",
         tabulate(table, sizes, divergence, index="set", heading="size").markdown(),
     ]
-    return [*text, *report_orders(table)] if "matvit" in methods else text
+    return [*text, *report_orders(table)] if "orders" in set(table["stage"]) else text
 
 
 def size_columns(table: pd.DataFrame, methods: dict[str, str]) -> list[str]:

@@ -130,7 +130,7 @@ def write_texts(folder: Path, texts: Sequence[str], references: Sequence[Sequenc
 
 
 def report(table: pd.DataFrame, run: Run) -> list[str]:
-    """The scores, paired with LoRA's; an example; and the paper's numbers."""
+    """The scores, paired with LoRA's, and the paper's numbers."""
     titles = {START: "the start", **TITLES}
     present = set(table["metric"])
     columns = [Column("trained parameters", "trained", digits=0, spread="")]
@@ -140,15 +140,15 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     if "lora" in set(table["row"]):
         columns.append(Column("BLEU − LoRA", "BLEU", reference="lora"))
     columns.append(Column("loss", "loss", digits=3))
-    count, references = (
-        int(select(table, {"metric": metric})["value"].iloc[0])
-        for metric in ("inputs", "references")
+    inputs, references = (
+        select(table, {"metric": metric})["value"].max() for metric in ("inputs", "references")
     )
+    scored = f"{inputs:,.0f} meaning representations of the test part, {references:,.0f} references"
     header = ["", "trained parameters", *(name.replace("_", "-") for name in SCORES)]
     return [
         f"# VeRA and the usual ways to fine-tune on E2E, preset {run.preset}",
         provenance(run, table),
-        f"{count} meaning representations of the test part, {references:,} references; 10 beams, "
+        f"{scored if 'inputs' in present else 'Nothing was scored'}; 10 beams, "
         "at most 64 tokens, length penalty 0.8, no 4-gram twice. Mean ± standard deviation over "
         "seeds; loss on the development part. All methods start from the same model; the first row "
         "has its scores.",

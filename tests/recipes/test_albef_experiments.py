@@ -17,6 +17,7 @@ from recipes.cli import parse, presets
 from recipes.experiment import Stage
 from recipes.results import read
 from recipes.runner import command_line
+from tests.recipes.report_checks import check_reports_of_parts
 
 PICTURES = {"train": 96, "val": 20, "test": 20, "size": 48}
 FLAGS = [
@@ -106,6 +107,7 @@ def test_the_report_has_tables_and_pictures(run):
         assert f"(seed0/{page})" in text
         with Image.open(run.out / "seed0" / page) as picture:
             assert min(picture.size) > 300
+    check_reports_of_parts(compression.EXPERIMENT, run)
 
 
 @pytest.fixture(scope="module")

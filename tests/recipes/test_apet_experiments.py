@@ -29,6 +29,7 @@ from recipes.experiment import Stage
 from recipes.records import Finished, at, best_of
 from recipes.results import Row, tidy
 from recipes.runner import command_line
+from tests.recipes.report_checks import check_reports_of_parts
 
 RATES = (0.00025, 0.001, 0.004, 0.016)  # at `small`
 EXPERIMENTS = ("scales", "positions", "counts", "transfer")
@@ -45,6 +46,7 @@ def run(name, out, *flags):
     table = pd.read_csv(finished.out / "results.csv", keep_default_na=False, na_values={"x": [""]})
     text = (finished.out / "report.md").read_text()
     assert "smoke test" in text
+    check_reports_of_parts(module_of(name).EXPERIMENT, finished)
     return table, text
 
 

@@ -20,6 +20,7 @@ from recipes.nodes import finished
 from recipes.records import read_history, read_record
 from recipes.results import Row, read, select, tidy
 from recipes.runner import command_line
+from tests.recipes.report_checks import check_reports_of_parts
 
 SIZES = ["S", "M", "L", "XL"]
 MODULES = {
@@ -152,6 +153,7 @@ def test_tiny_preset(name, out, monkeypatch):
         assert f"({plot})" in text
         with Image.open(run.out / plot) as picture:
             assert min(picture.size) > 300
+    check_reports_of_parts(MODULES[name].EXPERIMENT, run)
 
     def fail(args, callbacks=()):
         raise AssertionError(f"a finished stage was trained again: {args}")

@@ -26,6 +26,7 @@ from recipes.predict import Predictor
 from recipes.records import read_record
 from recipes.results import Row, read, tidy
 from recipes.runner import command_line
+from tests.recipes.report_checks import check_reports_of_parts
 
 SMALLER = ["--trainer.max_steps=8", "--data.max_bytes=60000", "--data.eval_tokens=1500"]
 
@@ -111,6 +112,7 @@ def test_reports_say_how_many_tokens_are_scored(trained, made_elastic):
         # the first of the 1,500 has nothing before it
         assert set(values(read(folder), "tokens scored").values()) == {1499}
         assert "1,499 tokens from the beginning of" in (folder / "report.md").read_text()
+    check_reports_of_parts(elastic.EXPERIMENT, made_elastic)
 
 
 def test_points_of_the_scaling_law_are_granularities():
@@ -149,6 +151,7 @@ def test_the_report_is_made_of_the_table(trained):
     text = (trained.out / "report.md").read_text()
     assert text.count("| --- |") == 5 and "loss.png" in text and "A smoke test" in text
     assert (trained.out / "loss.png").stat().st_size > 5000
+    check_reports_of_parts(matlm.EXPERIMENT, trained)
 
 
 def test_a_finished_run_trains_nothing(trained, out, monkeypatch):

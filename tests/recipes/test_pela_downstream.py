@@ -11,14 +11,15 @@ from recipes.nodes import LAST, Stage
 from recipes.records import at, type_of
 from recipes.results import read
 from recipes.runner import command_line
+from tests.recipes.report_checks import check_reports_of_parts
 
 SCORES = {"segmentation": "mIoU", "detection": "mAP"}
 LONGER = {"segmentation": 1, "detection": 2}  # batches of 8 and 4 become 8
 ARGS = {"img_size": 64, "patch_size": 8, "embed_dim": 64, "depth": 4, "num_heads": 4}
 
 
-def main_of(name):
-    return importlib.import_module(f"recipes.pela.{name}").main
+def module_of(name):
+    return importlib.import_module(f"recipes.pela.{name}")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def test_tiny_preset(name, repaired, tmp_path, monkeypatch):
         *("--trainer.max_epochs=1", "--trainer.check_val_every_n_epoch=1"),
         '--data.generate={"train": 8, "val": 4}',
     ]
-    run = main_of(name)(command)
+    run = module_of(name).main(command)
     folder = run.out
     table = read(folder)
     rows = table.pivot(index="row", columns="metric", values="value")
@@ -55,12 +56,13 @@ def test_tiny_preset(name, repaired, tmp_path, monkeypatch):
     text = (folder / "report.md").read_text()
     assert "--repaired" in text and "smoke test" in text
     assert "| low-rank, repaired (PELA) |" in text and "No repaired backbone" not in text
+    check_reports_of_parts(module_of(name).EXPERIMENT, run)
 
     def fail(args, callbacks=()):
         raise AssertionError(f"a finished stage was trained again: {args}")
 
     monkeypatch.setattr("recipes.work.run_stage", fail)
-    main_of(name)(command)
+    module_of(name).main(command)
     assert read(folder).equals(table)
 
 
@@ -80,5 +82,5 @@ def test_a_flag_reaches_every_stage_or_is_refused(name, repaired):
 def test_without_a_repaired_backbone_the_report_says_so(tmp_path):
     few = ["--trainer.max_epochs=1", "--trainer.check_val_every_n_epoch=1"]
     few.append('--data.generate={"train": 4, "val": 2}')
-    folder = main_of("segmentation")(["--out", str(tmp_path), *few]).out
+    folder = module_of("segmentation").main(["--out", str(tmp_path), *few]).out
     assert "No repaired backbone was compared: `--repaired" in (folder / "report.md").read_text()

@@ -22,6 +22,7 @@ from recipes.nodes import Stage
 from recipes.pela import measures, vision
 from recipes.pela.study import TREATMENTS, fraction_of, slice_of
 from recipes.runner import command_line, run_experiment
+from tests.recipes.report_checks import check_reports_of_parts
 
 FILE = vision.__file__.replace("vision.py", "deit_b.yaml")
 GRID = yaml.safe_load(Path(FILE).with_name("vision_grid.yaml").read_text())
@@ -146,6 +147,8 @@ def test_other_tables(table):
 def test_report(folder):
     text = (folder / "report.md").read_text()
     assert "A smoke test" in text and "| + both (PELA) |" in text
+    run = command_line(vision.EXPERIMENT, ["--out", str(folder.parents[1]), *COMMAND])
+    check_reports_of_parts(vision.EXPERIMENT, run)
     for picture in ("deit_b_k2", "deit_b_sweep", "deit_b_similarity"):
         assert f"({picture}.png)" in text and (folder / f"{picture}.png").is_file()
 

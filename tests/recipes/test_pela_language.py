@@ -18,6 +18,7 @@ from recipes.experiment import Measuring
 from recipes.pela import language
 from recipes.results import Row, by_seed, read, tidy
 from recipes.runner import command_line
+from tests.recipes.report_checks import check_reports_of_parts
 
 FLAGS = ["--seeds", "2"]
 
@@ -136,6 +137,7 @@ def test_the_report_says_what_was_compressed(run):
     text = (run.out / "report.md").read_text()
     assert "A smoke test" in text and "llama: " in text and "κ 3" in text
     assert (run.out / "loss.png").stat().st_size > 5000
+    check_reports_of_parts(language.EXPERIMENT, run)
     small = command_line(language.EXPERIMENT, ["--preset", "small"])
     assert small.grid("language_grid")["note"] == "4-bit weights, dequantised"
 

@@ -265,9 +265,13 @@ class TestPlots:
         curves(tidy(rows, "e", "p", 0), tmp_path / "a.png", "loss")
         assert len({str(line.get_color()) for line in drawn[0].axes[0].lines}) == 12
 
-    def test_a_metric_that_is_not_there_is_named(self, tmp_path):
-        with pytest.raises(ValueError, match=r"no 'f1' to plot in a\.png: the table has \['score'"):
-            curves(example(), tmp_path / "a.png", "f1")
+    def test_a_metric_that_is_not_there_is_said_to_be_missing(self, tmp_path, monkeypatch):
+        drawn = []
+        monkeypatch.setattr("recipes.plots.save_plot", lambda figure, path: drawn.append(figure))
+        curves(example(), tmp_path / "a.png", "f1")
+        scatter(example(), tmp_path / "a.png", "score", {"tuned": "tuned"})
+        texts = [[text.get_text() for text in figure.axes[0].texts] for figure in drawn]
+        assert texts == [["not measured"], []]
 
 
 def test_a_report_is_written_and_announced(tmp_path, capsys):

@@ -106,6 +106,22 @@ def test_everything_runs_once_and_ends_in_table_and_report(go, trainings):
     assert read(run.out).equals(table)
 
 
+def test_only_some_parts_still_end_in_a_report(go, trainings, capsys):
+    run = go("--only", "a,c")
+    assert trainings.names == ["a", "c"] and not (run.out / "report.md").exists()
+    assert "Nothing was measured, so there is no report." in capsys.readouterr().out
+    assert go("--only", "look").out == run.out and trainings.names == ["a", "c", "b"]
+
+    def more(run):
+        chain(run)
+        run.stage("d", "matvit", settings={"model.lr": 0.125})
+
+    (run.out / "report.md").unlink()
+    go("--only", "look", declare=more)
+    assert trainings.names == ["a", "c", "b"]
+    assert (run.out / "report.md").read_text() == "# Report\n\n4 numbers\n"
+
+
 def test_what_a_stage_is_called_with(go, trainings):
     run = go("--model.betas=[0.5,0.6]", "--trainer.accelerator", "cpu")
     call = trainings.calls[1]

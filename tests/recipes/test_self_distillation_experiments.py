@@ -19,6 +19,7 @@ from recipes.records import Finished, flattened
 from recipes.results import by_seed, read, select
 from recipes.runner import command_line
 from recipes.self_distillation import theory
+from tests.recipes.report_checks import check_reports_of_parts
 
 
 def experiment(name):
@@ -211,6 +212,7 @@ def test_tiny_images(tmp_path, monkeypatch):
     text = (run.out / "report.md").read_text()
     assert "smoke test" in text and "| largest class |" in text and "(rounds.png)" in text
     assert "72.74 ± 0.57" in text and "mae.png" in text
+    check_reports_of_parts(experiment("images").EXPERIMENT, run)
 
     def fail(*arguments):
         raise AssertionError(f"a finished stage was trained again: {arguments}")
@@ -234,6 +236,7 @@ def test_tiny_text(tmp_path):
     assert (select(table, {"metric": "updates"})["value"] == 4).all()
     assert (select(table, {"metric": "begins_with_original"})["value"] == 1).all()
     assert len(by_seed(table, "new_f1", here)) == 1  # texts that are not in training too
+    check_reports_of_parts(experiment("text").EXPERIMENT, run)
     # the score is the last checkpoint's, on the test part, which is not the validation part
     stage = finished(run, "generated self_distillation")
     module, data = Finetuning.load_from_checkpoint(stage.checkpoint).eval(), stage.datamodule()

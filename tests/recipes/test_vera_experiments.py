@@ -17,6 +17,7 @@ from recipes.records import at
 from recipes.results import by_seed
 from recipes.runner import command_line
 from recipes.vera import methods
+from tests.recipes.report_checks import check_reports_of_parts
 
 EXPERIMENTS = ("glue", "images", "ablations", "analysis", "e2e", "instruct")
 
@@ -35,6 +36,7 @@ def run(name, out, *flags):
         assert f"({plot.name})" in text
         with Image.open(plot) as picture:
             assert min(picture.size) > 300
+    check_reports_of_parts(module_of(name).EXPERIMENT, finished)
     return finished, table, text
 
 

@@ -18,6 +18,7 @@ from recipes.experiment import Stage
 from recipes.results import by_seed
 from recipes.runner import command_line
 from recipes.vera import e2e, instruct
+from tests.recipes.report_checks import check_reports_of_parts
 
 SIZES = {  # of two layers of width 32: what each method trains
     "e2e": {"vera": 2 * 2 * (32 + 16), "lora": 2 * 4 * (32 + 96)},
@@ -33,6 +34,10 @@ FEWER = {
 SETS = {"e2e": "E2E", "instruct": "Alpaca"}
 
 
+def module_of(name):
+    return importlib.import_module(f"recipes.vera.{name}")
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """Each experiment run once at `tiny`: its command line, its Run and its table."""
@@ -41,7 +46,7 @@ def finished(tmp_path_factory):
     def run(name):
         if name not in runs:
             command = ["--out", str(tmp_path_factory.mktemp(name)), *FEWER[name]]
-            done = importlib.import_module(f"recipes.vera.{name}").main(command)
+            done = module_of(name).main(command)
             file = done.out / "results.csv"
             table = pd.read_csv(file, keep_default_na=False, na_values={"x": [""]})
             runs[name] = command, done, table
@@ -69,6 +74,7 @@ def test_tiny_preset(name, finished):
         assert value("inputs", "vera") == 5
     text = (done.out / "report.md").read_text()
     assert f"| {SIZES[name]['vera']:,} |" in text and "the start" in text
+    check_reports_of_parts(module_of(name).EXPERIMENT, done)
 
 
 @pytest.mark.parametrize("name", FEWER)
