@@ -206,6 +206,7 @@ class CorpusData(PartsData):
             "behind": [],
             "tokenizer": tokenizer_state(self.tokenizer),
             "max_length": max(self.length // 2, self.length - 64),
+            "decoding": {},
         }
 
     def _exists(self, part: str) -> bool:
@@ -233,12 +234,23 @@ class CorpusData(PartsData):
         return self.tokenizer_name or f"{self.trained_size} of {self._key('train')}"
 
     def _written(self, part: str) -> Path | None:
-        """The token file that `train`, `val` or `test` names, if it names one."""
+        """The token file that `train`, `val` or `test` names, if it names one.
+
+        Raises:
+            ValueError: if it names more than that.
+        """
         named = self.parts[part]
-        if self.source != "files" or not isinstance(named, str):
+        if self.source != "files" or named is None:
             return None
-        places = _places(named, self._root())
-        return next((place for place in places if (place / "manifest.json").is_file()), None)
+        names = [named] if isinstance(named, str) else named
+        places = (place for name in names for place in _places(name, self._root()))
+        folder = next((place for place in places if (place / "manifest.json").is_file()), None)
+        if folder is not None and len(names) > 1:
+            raise ValueError(
+                f"--data.{part} names the token file {folder} among {len(names)} sources: give it "
+                "alone, or the texts of all of them."
+            )
+        return folder
 
     def _root(self) -> str:
         return self.root or os.environ.get("RECIPES_DATA", "")
@@ -400,7 +412,7 @@ def read_set(name: str, config: str | None, split: str, column: str) -> Iterator
     """The texts of a set of the `datasets` library, by hub name or folder, streamed.
 
     Raises:
-        ValueError: it has no such column.
+        ValueError: it has no such column, or a value in it is no text.
     """
     import datasets
 
@@ -410,4 +422,11 @@ def read_set(name: str, config: str | None, split: str, column: str) -> Iterator
                 f"{name} has no column {column!r}, the columns are {', '.join(row)}: name the "
                 "text's in --data.column."
             )
-        yield row[column]
+        text = row[column]
+        if isinstance(text, str):
+            yield text
+        elif text is not None:  # an empty cell is no document
+            raise ValueError(
+                f"column {column!r} of {name} has {text!r}, which is no text: name the text's in "
+                "--data.column."
+            )

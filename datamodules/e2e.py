@@ -11,7 +11,7 @@ import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from datamodules.loading import data_folder, draw
 from datamodules.prompted import PromptedData, group
@@ -48,6 +48,9 @@ class E2EData(PromptedData):
         batch_size: see `TokenizedData`.
         **kwargs: see `TokenizedData`; but `eval_limit` counts MRs, which keep all their references.
     """
+
+    # LoRA's pipeline (arXiv 2106.09685, Appendix D), which VeRA (arXiv 2310.11454) follows
+    decoding: ClassVar = {"beams": 10, "length_penalty": 0.8, "no_repeat_ngram": 4, "stop": "\n\n"}
 
     def __init__(
         self,

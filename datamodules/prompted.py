@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -80,9 +80,10 @@ class PromptedData(TokenizedData):
         return [[*ids, self.end_token_id] for ids in encode(texts, self.tokenizer)]
 
     template: str | None = None  # of the prompt for a user's input, which replaces {input}
+    decoding: ClassVar[dict[str, Any]] = {}  # arguments of lightning_modules.decoding.generate
 
     def describe(self) -> dict[str, Any]:
-        """The template, and the special tokens before and after a prompt."""
+        """The template, the special tokens before and after a prompt, how texts are decoded."""
         if self.template is None:
             return {}
         [plain], [ids] = encode(["a"], self.tokenizer), self.encode_prompts(["a"])
@@ -94,6 +95,7 @@ class PromptedData(TokenizedData):
             "behind": ids[start + len(plain) :],
             "tokenizer": tokenizer_state(self.tokenizer),
             "max_length": self.max_length,
+            "decoding": self.decoding,
         }
 
     def prompts(self, part: str) -> list[str]:

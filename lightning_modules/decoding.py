@@ -1,12 +1,10 @@
-"""Beam search with a causal language model, with the settings of LoRA's E2E pipeline.
+"""Greedy decoding and beam search with a causal language model or an encoder–decoder.
 
-LoRA (arXiv 2106.09685, Appendix D), which VeRA (arXiv 2310.11454) follows, decodes with 10 beams
-and at most 64 new tokens. The best continuation y maximises
+With n beams the best continuation y maximises
 
-    Σ_t log p(y_t | prompt, y_<t) / |y|^0.8
+    Σ_t log p(y_t | prompt, y_<t) / |y|^length_penalty
 
-where p is renormalised after every token that would repeat a 4-gram of y has been banned. An
-end-of-text token or a blank line ends a continuation and counts in |y|.
+where p is renormalised after every banned token, and the token that ends y counts in |y|.
 """
 
 from collections.abc import Mapping
@@ -42,11 +40,11 @@ def generate(
     model: Any,
     prompts: Mapping[str, Tensor],
     tokenizer: Any,
-    beams: int = 10,
+    beams: int = 1,
     max_new_tokens: int = 64,
-    length_penalty: float = 0.8,
-    no_repeat_ngram: int = 4,
-    stop: str | None = "\n\n",
+    length_penalty: float = 1.0,
+    no_repeat_ngram: int = 0,
+    stop: str | None = None,
 ) -> list[str]:
     """The best continuation of each prompt, without the prompt and surrounding white space.
 

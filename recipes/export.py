@@ -74,7 +74,8 @@ def granularity_of(predictor: Predictor, options: argparse.Namespace, out: Path)
     unit: Any = BUDGETS[given[0]]
     costs, rest = layer_costs(model, unit, None if unit == "parameters" else example_of(predictor))
     if unit == "ms":
-        out.mkdir(parents=True, exist_ok=True)
+        folder = out.parent if options.to in FILES else out
+        folder.mkdir(parents=True, exist_ok=True)
         # a larger granularity cannot be faster: where it was measured as faster, that is noise
         costs = [list(itertools.accumulate(layer, max)) for layer in costs]
         table = {
@@ -84,7 +85,7 @@ def granularity_of(predictor: Predictor, options: argparse.Namespace, out: Path)
             "milliseconds": costs,
             "rest": rest,
         }
-        (out / "latency.json").write_text(json.dumps(table, indent=1) + "\n")
+        (folder / "latency.json").write_text(json.dumps(table, indent=1) + "\n")
     budget, smallest = getattr(options, given[0]), rest + sum(layer[0] for layer in costs)
     if unit == "macs":
         budget *= 2  # of the batch of two

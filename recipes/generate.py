@@ -5,6 +5,7 @@ python -m recipes generate FOLDER --prompt 'Once upon a time' --draft OTHER_FOLD
 """
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -36,6 +37,10 @@ def main(argv: Sequence[str] | None = None) -> str:
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
     if not ids.numel():
         raise ValueError("the prompt is empty: give --prompt TEXT, or text on the standard input")
+    tokens = options.tokens
+    if tokens is None:
+        positions = getattr(model.config, "max_position_embeddings", math.inf)
+        tokens = max(1, min(128, positions - ids.shape[1]))
     target_device = device()
     draft: Any = None
     if options.draft is not None:
@@ -49,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> str:
         model.to(target_device),
         ids.to(target_device),
         draft,
-        options.tokens,
+        tokens,
         draft_length(options.draft_tokens) if drafts else 0,
         do_sample=options.sample,
         draft_layers=options.draft_layers,
@@ -84,7 +89,7 @@ def command_line() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("model", metavar="CKPT", help="a checkpoint of MatLM, or a folder of transformers")
     add("--prompt", metavar="TEXT", help="default: the standard input")
-    add("--tokens", type=int, default=128, metavar="N", help="new tokens at most; default 128")
+    add("--tokens", type=int, metavar="N", help="new tokens at most; default 128, or what fits")
     add("--granularity", metavar="G", help="size that generates: XL (default), L, … or 0,0,1,1")
     add("--draft", metavar="G", help="draft model: a granularity, a checkpoint or a folder")
     add("--draft-layers", type=int, metavar="N", help="draft with only the first N layers")

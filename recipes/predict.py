@@ -159,8 +159,8 @@ class Predictor:
         ids = [[*before, *one[:room], *behind] for one in encode(texts, self.tokenizer)]
         samples = [{"input_ids": one, "attention_mask": [1] * len(one)} for one in ids]
         batch = self._to_device(pad(samples, filling(self.tokenizer), left=True))
-        model, length = self.module.model, self.max_new_tokens
-        written = generate(model, batch, self.tokenizer, beams=1, max_new_tokens=length)
+        settings = {"max_new_tokens": self.max_new_tokens, **self.description.get("decoding", {})}
+        written = generate(self.module.model, batch, self.tokenizer, **settings)
         return [Prediction(text) for text in written]
 
     def _to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:

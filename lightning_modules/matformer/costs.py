@@ -8,6 +8,7 @@ submodel costs the sum of its layers and the rest of the model. Mix'n'Match (Mat
 import copy
 import statistics
 import time
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -110,6 +111,8 @@ def _parameters(layer: NestedLayer) -> tuple[int, int]:
 def _macs(model: nn.Module, batch: Any) -> tuple[list[float], float]:
     """Multiply-adds of each nested layer and of the model, counted on the meta device."""
     meta_copy = copy.deepcopy(model).to("meta").eval().requires_grad_(False)
+    if isinstance(batch, Mapping):  # padding counts as tokens; transformers reads a mask's values
+        batch = {name: one for name, one in batch.items() if name != "attention_mask"}
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         call(meta_copy, to_device(batch, "meta"))
     counts = counter.get_flop_counts()
@@ -120,7 +123,8 @@ def _macs(model: nn.Module, batch: Any) -> tuple[list[float], float]:
         # network, whose module may be the full block
         paths = [""] if layer.axis == "heads" else [f".{path}" for path in layer.slices()]
         name = f"{root}.{layer.name}" if layer.name else root
-        nested.append(sum(sum(counts[name + path].values()) for path in paths) // 2)
+        # modules without products, such as norms, have no entry
+        nested.append(sum(sum(counts.get(name + path, {}).values()) for path in paths) // 2)
     return nested, counter.get_total_flops() // 2
 
 

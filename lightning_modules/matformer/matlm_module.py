@@ -3,13 +3,14 @@
 import json
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from lightning_modules.backbones import build_text, match_tokenizer, shard
 from lightning_modules.matformer.consistency import SubmodelMetrics, score_tokens
@@ -133,9 +134,19 @@ class MatLM(ElasticModule):
         self.metrics = SubmodelMetrics(list(self.submodels))
 
     def build_teacher(self) -> nn.Module:
-        """The original model with its pre-trained weights, for the callback FrozenTeacher."""
+        """The original model with its pre-trained weights, for the callback FrozenTeacher.
+
+        Raises:
+            ValueError: if neither `teacher_from` nor `architecture` has weights.
+        """
         h = self.settings
-        return build_text(self.teacher_from or h.architecture, "causal", h.model_args or {}, True)
+        name = self.teacher_from or h.architecture
+        if name in CONFIG_MAPPING and not Path(name).is_dir():
+            raise ValueError(
+                f"model.distill learns from a pre-trained model, and {name!r} is a model type "
+                "without weights: set model.teacher_from to a hub name or a folder"
+            )
+        return build_text(name, "causal", h.model_args or {}, True)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits (B, L, V) of the granularity that is set, for tokens (B, L)."""

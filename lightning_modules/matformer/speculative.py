@@ -132,6 +132,8 @@ def speculative_generate(
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     ends = _end_tokens(model, eos_token_id)
     _check(model, input_ids, mask, max_new_tokens, draft_tokens, temperature)
+    if isinstance(draft, nn.Module):
+        _check_positions(draft, input_ids, max_new_tokens, "draft")
     if stop_strings and tokenizer is None:
         raise ValueError("stop_strings need the tokenizer that wrote the prompts: give tokenizer")
     stop = StopStringCriteria(tokenizer, list(stop_strings)) if stop_strings else None
@@ -336,6 +338,15 @@ def _end_tokens(model: Any, given: int | Sequence[int] | None) -> list[int]:
     return [given] if isinstance(given, int) else list(given)
 
 
+def _check_positions(model: Any, ids: Tensor, new: int, name: str) -> None:
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is not None and ids.shape[1] + new > longest:
+        raise ValueError(
+            f"a prompt of {ids.shape[1]} tokens and max_new_tokens={new} are more than the "
+            f"{longest} positions of the {name}: shorten the prompt or max_new_tokens"
+        )
+
+
 def _check(
     model: Any, ids: Tensor, mask: Tensor, new: int, draft: int | str, temperature: float
 ) -> None:
@@ -351,13 +362,8 @@ def _check(
         raise ValueError(
             "a prompt ends in padding, or its attention_mask has another shape: pad on the left"
         )
+    _check_positions(model, ids, new, "model")
     config = model.config
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and ids.shape[1] + new > longest:
-        raise ValueError(
-            f"a prompt of {ids.shape[1]} tokens and max_new_tokens={new} are more than the "
-            f"{longest} positions of the model: shorten the prompt or max_new_tokens"
-        )
     kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
     window = getattr(config, "sliding_window", None)
     if kinds or (window is not None and len(ids) * new + ids.shape[1] > window):

@@ -28,10 +28,7 @@ def measure_texts(m: Measuring) -> Iterator[Row]:
     texts = [""] * len(data.prompts("test"))
     for batch in data.test_dataloader():
         places = batch.pop("labels").tolist()
-        decoded = generate(
-            module.model, batch, data.tokenizer, beams=1, no_repeat_ngram=0, stop=None,
-            max_new_tokens=data.target_length,
-        )  # fmt: skip
+        decoded = generate(module.model, batch, data.tokenizer, max_new_tokens=data.target_length)
         for place, text in zip(places, decoded, strict=True):
             texts[place] = " ".join(text.split())
     (m.folder / "outputs.txt").write_text("\n".join(texts) + "\n", encoding="utf-8")

@@ -118,9 +118,11 @@ def declare(run: Run) -> None:
             base["base"] = run.stage("base", grid["base"], seed, {"model.fractions": None})
         preparation = {
             "architecture": settings.model.init_args.architecture,
+            "model_args": settings.model.init_args.model_args or {},
             "data": settings.data.init_args.as_dict(),
             "batches": grid["calibration_batches"],
-            "parts": grid["parts"],
+            # blocks are left out at even distances
+            "parts": [axis for axis in settings.model.init_args.fractions if axis != "depth"],
         }
         prepared = run.measure("prepared", seed, prepare, base, preparation)
         stages = {row: run.stage(row, "elastic", seed, varied(row, prepared, grid)) for row in rows}
@@ -134,7 +136,11 @@ def declare(run: Run) -> None:
 def varied(row: str, prepared: Any, grid: dict[str, Any]) -> dict[str, Any]:
     """The settings in which a row's stage differs from elastic.yaml."""
     folder = prepared / ("original" if row == "unsorted" else "sorted")
-    changed: dict[str, Any] = {"model.architecture": folder, "model.pretrained": True}
+    changed: dict[str, Any] = {
+        "model.architecture": folder,
+        "model.pretrained": True,
+        "model.init_from": None,  # other weights would undo the sorting
+    }
     if row == "dense":
         changed["model.fractions"] = None
     if row == "distilled":
@@ -152,7 +158,8 @@ def prepare(m: Measuring) -> Iterator[Row]:
     if "base" in m.stages:
         model = load(m.stages["base"].checkpoint)
     else:
-        model = build_text(m.settings["architecture"], "causal", {}, pretrained=True)
+        arguments = m.settings["model_args"]
+        model = build_text(m.settings["architecture"], "causal", arguments, pretrained=True)
     model = model.to(device()).eval()
     _save(model, data.tokenizer, m.folder / "original")
     samples: Any = data.samples("train")

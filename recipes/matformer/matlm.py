@@ -11,6 +11,7 @@ other orders, with search and with layers of S and XL only, and fits the scaling
     python -m recipes.matformer.matlm --preset 78M --data.source files --data.train 'text/*.jsonl'
 """
 
+import math
 from typing import Any
 
 import pandas as pd
@@ -188,10 +189,10 @@ WIDTHS = (1 / 4, 1 / 2, 3 / 4, 1)  # of the preset's hidden size, for the scalin
 
 def nested(run: Run, row: str, seed: int, **settings: Any) -> Stage:
     """Declare the training of a nested row, on 4X tokens."""
-    quarter = {
-        "trainer.max_steps": lambda c: c.trainer.max_steps // 4,
+    joint = {
+        "trainer.max_steps": quarter_of_steps,
         "model.warmup_steps": quarter_of_warmup,
-        "data.batch_size": lambda c: c.data.init_args.batch_size * 4,
+        "trainer.accumulate_grad_batches": lambda c: c.trainer.accumulate_grad_batches * 4,
     }
     varied: dict[str, Any] = {"model.joint": None}
     if row == "joint":  # four batches a step, one for each granularity (Appendix B.4)
@@ -203,8 +204,32 @@ def nested(run: Run, row: str, seed: int, **settings: Any) -> Stage:
     elif row == "heads":
         varied |= {"model.fractions": {"heads": HEADS}}
     name = row.replace("/", "_").replace(" ", "")
-    derived = quarter if row == "joint" else {}
+    derived = joint if row == "joint" else {}
     return run.stage(name, "matlm", seed, {**varied, **settings}, derived=derived)
+
+
+def quarter_of_steps(c: Any) -> int:
+    """Steps of a training on X tokens, where the YAML file has those for 4X.
+
+    Raises:
+        ValueError: if there are fewer than four.
+    """
+    steps = c.trainer.max_steps
+    if steps < 4:
+        raise ValueError(
+            f"trainer.max_steps is {steps}, expected 4 or more: an independent model trains for a "
+            "quarter of them (Appendix B.3)"
+        )
+    return steps // 4
+
+
+def validation_interval(c: Any) -> int | None:
+    """Batches between an independent model's validations, so that each quarter ends in one."""
+    given = c.trainer.val_check_interval
+    if given is None:
+        return None
+    quarter = max(1, quarter_of_steps(c) * c.trainer.accumulate_grad_batches // 4)
+    return quarter // min(quarter, math.ceil(quarter / given))
 
 
 def quarter_of_warmup(c: Any) -> float:
@@ -232,7 +257,13 @@ def independent(run: Run, seed: int, name: str, index: int, scale: float = 1.0) 
     """
 
     def model_args(c: Any) -> dict[str, Any]:
-        fraction = c.model.init_args.fractions["ffn"][index]
+        fractions = c.model.init_args.fractions.get("ffn", [])
+        if len(fractions) != len(GRANULARITIES):
+            raise ValueError(
+                f"model.fractions has {fractions} for ffn, expected one number for each of "
+                f"{', '.join(GRANULARITIES)}: the independent models have these widths"
+            )
+        fraction = fractions[index]
         arguments = c.model.init_args.model_args
         return {**arguments, "intermediate_size": round(arguments["intermediate_size"] * fraction)}
 
@@ -244,7 +275,8 @@ def independent(run: Run, seed: int, name: str, index: int, scale: float = 1.0) 
         derived={
             "model.model_args": lambda c: scaled(model_args(c), scale),
             "model.fractions": lambda c: None,
-            "trainer.max_steps": lambda c: c.trainer.max_steps // 4,
+            "trainer.max_steps": quarter_of_steps,
+            "trainer.val_check_interval": validation_interval,
             "model.warmup_steps": quarter_of_warmup,
         },
     )

@@ -73,14 +73,20 @@ def nested(run: Run, row: str, seed: int) -> Stage:
         "dynabert": {"model.joint": "mean", "model.split_batch": True},
         "per_layer": {"trainer.callbacks": [sampler(per_layer=True)]},
     }
+    # the independent models differ in their feed-forward layers, so nothing else may be nested
+    feed_forward = {"model.part": "ffn"}
     derived: dict[str, dict[str, Callable[[Any], Any]]] = {
         # every image goes through all granularities: X epochs, with as many updates as an
         # independent model
         "joint": quarter(),
-        # batches four times as large: 4X epochs, again with as many updates
-        "dynabert": {"data.batch_size": lambda s: s.data.init_args.batch_size * COUNT},
+        # a step for every four batches: 4X epochs, again with as many updates
+        "dynabert": {
+            "trainer.accumulate_grad_batches": lambda s: s.trainer.accumulate_grad_batches * COUNT,
+            "trainer.max_steps": steps,
+        },
     }
-    return run.stage(row, "matvit", seed, varied=varied[row], derived=derived.get(row))
+    changed = {**varied[row], **feed_forward}
+    return run.stage(row, "matvit", seed, varied=changed, derived=derived.get(row))
 
 
 def sampler(**settings: Any) -> dict[str, Any]:
@@ -90,7 +96,11 @@ def sampler(**settings: Any) -> dict[str, Any]:
 
 def quarter() -> dict[str, Callable[[Any], Any]]:
     """Derived settings of a training for X epochs, where the YAML file has 4X."""
-    return {"trainer.max_epochs": epochs, "trainer.check_val_every_n_epoch": interval}
+    return {
+        "trainer.max_epochs": epochs,
+        "trainer.max_steps": steps,
+        "trainer.check_val_every_n_epoch": interval,
+    }
 
 
 def epochs(settings: Any) -> int:
@@ -108,9 +118,25 @@ def epochs(settings: Any) -> int:
     return total // COUNT
 
 
-def interval(settings: Any) -> int:
-    """Epochs between validations: a quarter of the YAML file's, at least 1."""
-    return max(1, settings.trainer.check_val_every_n_epoch // COUNT)
+def steps(settings: Any) -> int:
+    """A quarter of the limit on steps; -1, no limit, stays.
+
+    Raises:
+        ValueError: if it is a limit below four.
+    """
+    limit = settings.trainer.max_steps
+    if 0 <= limit < COUNT:
+        raise ValueError(
+            f"trainer.max_steps is {limit}, expected {COUNT} or more: an independent model makes a "
+            "quarter of them"
+        )
+    return limit if limit < 0 else limit // COUNT
+
+
+def interval(settings: Any) -> int | None:
+    """Epochs between validations: a quarter of the YAML file's, at least 1; None stays."""
+    given = settings.trainer.check_val_every_n_epoch
+    return given if given is None else max(1, given // COUNT)
 
 
 def independents(

@@ -101,7 +101,7 @@ def measure_texts(m: Measuring) -> Iterator[Row]:
     texts = [""] * len(data.prompts("test"))
     for batch in data.test_dataloader():
         places = batch.pop("labels").tolist()
-        decoded = generate(module.model, batch, data.tokenizer)
+        decoded = generate(module.model, batch, data.tokenizer, **data.decoding)
         for place, text in zip(places, decoded, strict=True):
             texts[place] = " ".join(text.split())
     references = data.references("test")

@@ -142,10 +142,7 @@ def answer(model: Any, data: Any, prompts: Sequence[str], max_new_tokens: int) -
     texts: list[str] = []
     for batch in data.loader_of(prompts):
         del batch["labels"]
-        texts += generate(
-            model, batch, data.tokenizer, beams=1, max_new_tokens=max_new_tokens,
-            no_repeat_ngram=0, stop=None,
-        )  # fmt: skip
+        texts += generate(model, batch, data.tokenizer, max_new_tokens=max_new_tokens)
     return texts
 
 

@@ -165,6 +165,13 @@ def test_a_set_of_the_datasets_library(tmp_path):
     assert data.stream("val").read(0, 99).tolist() == ids_of(["one", "two"])
     with pytest.raises(ValueError, match="has no column 'text', the columns are words"):
         CorpusData("datasets", str(folder), length=8, cache=cache).token_file("train")
+    rows = [{"words": text, "count": 3} for text in [*DOCUMENTS, None]]  # an empty cell at the end
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    settings = {"length": 8, "cache": str(tmp_path / "cells"), "max_bytes": 10**6}
+    data = CorpusData("datasets", str(folder), column="words", **settings)
+    assert data.token_file("train").tokens.tolist() == ids_of(DOCUMENTS)
+    with pytest.raises(ValueError, match="column 'count' of .* has 3, which is no text"):
+        CorpusData("datasets", str(folder), column="count", **settings).token_file("train")
 
 
 def test_installed_python_in_a_fixed_order(tmp_path):
@@ -188,6 +195,10 @@ def test_a_trained_tokenizer_is_the_same_for_all_processes(corpus):
 def test_a_token_file_is_taken_as_it_is_and_another_tokenizer_s_refused(corpus):
     folder = write_tokens(DOCUMENTS, BYTE, corpus.parent / "tokens")
     assert len(corpus_data(folder).stream("train")) > 0
+    several = {"length": 16, "cache": str(corpus.parent / "cache")}
+    assert len(CorpusData("files", [str(folder)], **several).stream("train")) > 0
+    with pytest.raises(ValueError, match="names the token file .* among 2 sources"):
+        CorpusData("files", [str(folder), str(corpus)], **several).token_file("train")
     with pytest.raises(ValueError, match=r"are of the tokenizer '.*', expected those of"):
         train_tokenizer(DOCUMENTS, 300).save_pretrained(corpus.parent / "other")
         corpus_data(folder, tokenizer=str(corpus.parent / "other")).token_file("train")

@@ -116,6 +116,9 @@ def test_milliseconds_are_measured_and_kept(checkpoints, tmp_path):
     table = json.loads((tmp_path / "out" / "latency.json").read_text())
     assert np.shape(table["milliseconds"]) == (2, 4)
     assert widths(checkpoints["nested"], tmp_path / "out") == [3, 3]
+    file = tmp_path / "file" / "m.onnx"  # a file, with the times beside it
+    main([str(checkpoints["nested"]), str(file), "--to", "onnx", "--max_ms", "10000"])
+    assert file.is_file() and file.with_name("latency.json").is_file()
 
 
 def test_an_adapter_for_peft_and_as_lora(checkpoints, tmp_path):

@@ -73,7 +73,8 @@ def test_the_baselines_have_their_full_budget(preset):
     for name, settings in found.items():
         alone = name.startswith("independent")
         assert settings.trainer.max_epochs == total // (4 if alone or name == "joint" else 1), name
-        assert settings.data.init_args.batch_size == (4 * batch if name == "dynabert" else batch)
+        assert settings.data.init_args.batch_size == batch
+        assert settings.trainer.accumulate_grad_batches == (4 if name == "dynabert" else 1)
         assert (settings.model.init_args.fractions is None) == alone
         assert settings.model.init_args.warmup_steps == found["matvit"].model.init_args.warmup_steps
         assert settings.model.init_args.split_batch == (name == "dynabert")
@@ -125,6 +126,22 @@ def test_independent_models_are_as_wide_as_the_granularities():
         declared("matvit", "--rows", "independent", '--model.model_args={"mlp_ratio": 8}')
     )
     assert found["independent_S"].model.init_args.model_args["mlp_ratio"] == 1.0
+
+
+def test_a_limit_on_steps_keeps_the_budgets():
+    found = stages(declared("matvit", "--trainer.max_steps=40"))
+    limits = {name: settings.trainer.max_steps for name, settings in found.items()}
+    assert limits.pop("matvit") == limits.pop("per_layer") == 40 and set(limits.values()) == {10}
+    with pytest.raises(ValueError, match="trainer.max_steps is 3, expected 4 or more"):
+        declared("matvit", "--trainer.max_steps=3").check()
+    unlimited = stages(declared("matvit", "--trainer.check_val_every_n_epoch=null"))
+    assert {settings.trainer.max_steps for settings in unlimited.values()} == {-1}
+    assert {settings.trainer.check_val_every_n_epoch for settings in unlimited.values()} == {None}
+
+
+def test_only_feed_forward_layers_have_independent_models_of_their_sizes():
+    with pytest.raises(ValueError, match="model.part"):
+        declared("matvit", "--model.part=heads").check()
 
 
 def test_epochs_that_do_not_divide_are_refused():

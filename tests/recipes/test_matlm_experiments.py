@@ -163,6 +163,32 @@ def test_a_finished_run_trains_nothing(trained, out, monkeypatch):
     assert read_record(again.out / "seed0" / "matlm")
 
 
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--trainer.max_steps=-1", "trainer.max_steps is -1, expected 4 or more"),
+        ('--model.fractions={"ffn": [0.25, 0.5, 1.0]}', "expected one number for each of S, M"),
+        ('--model.fractions={"heads": [0.25, 0.5, 0.75, 1.0]}', r"has \[\] for ffn"),
+    ],
+)
+def test_budgets_and_sizes_that_have_no_independent_models_are_refused(flag, said):
+    started = command_line(matlm.EXPERIMENT, ["--rows", "independent", flag])
+    matlm.declare(started)
+    with pytest.raises(ValueError, match=said):
+        started.check()
+
+
+def test_joint_training_sees_as_many_tokens_in_batches_that_fit():
+    """Four batches a step, one after another, with as many tokens as the other rows (B.4)."""
+    started = command_line(matlm.EXPERIMENT, ["--preset", "78M", "--rows", "matlm,joint"])
+    matlm.declare(started)
+    found = {node.name: node.parsed() for node in started.nodes.values() if hasattr(node, "config")}
+    joint, sampled = found["joint"], found["matlm"]
+    assert joint.data.init_args.batch_size == sampled.data.init_args.batch_size
+    assert joint.trainer.accumulate_grad_batches == 4 * sampled.trainer.accumulate_grad_batches
+    assert joint.trainer.max_steps == sampled.trainer.max_steps // 4
+
+
 @pytest.mark.parametrize("preset", ["small", "medium", "78M", "paper"])
 def test_independent_models_validate_in_every_quarter(preset, out):
     started = command_line(matlm.EXPERIMENT, ["--preset", preset, "--rows", "independent"])
@@ -170,7 +196,8 @@ def test_independent_models_validate_in_every_quarter(preset, out):
     stages = {node.name: node for node in started.nodes.values()}
     trainer = stages["independent_S"].parsed().trainer
     batches = trainer.max_steps * trainer.accumulate_grad_batches
-    assert trainer.limit_val_batches != 0 and batches // trainer.val_check_interval >= 4
+    rest = (batches // 4) % trainer.val_check_interval
+    assert trainer.limit_val_batches != 0 and rest < trainer.val_check_interval / 100
 
 
 @pytest.mark.parametrize(("count", "quarters"), [(4, [1, 2, 3, 4]), (10, [2, 5, 8, 10]), (3, [])])
@@ -256,6 +283,10 @@ def test_a_checkpoint_writes_text_by_itself(trained, capsys):
     drafted = generate.main([str(file), "--prompt", "def main(", "--tokens", "20", "--draft", "S"])
     assert plain == drafted
     assert "of the drafted tokens accepted" in capsys.readouterr().err
+    # `predict` writes the same text
+    written = Predictor(file, max_new_tokens=20)(["def main("])
+    assert [one.label for one in written] == [plain.strip()]
+    assert len(generate.main([str(file), "--prompt", "def "])) == 124  # what 128 positions allow
     short = ["--draft-layers", "2", "--draft-tokens", "adaptive", "--granularity", "L"]
     short += ["--draft-vocabulary", "128"]
     generate.main([str(file), "--prompt", "a", "--tokens", "5", *short])
@@ -299,6 +330,20 @@ def test_predict_and_export_take_its_checkpoints(trained, tmp_path):
 @pytest.fixture(scope="module")
 def made_elastic(out):
     return run(elastic, out, "--elastic.trainer.max_steps=4")
+
+
+def test_nothing_undoes_the_sorting():
+    axes = {"ffn": [0.25, 0.5, 0.75, 1.0], "heads": [0.25, 0.5, 0.75, 1.0]}
+    flag = f"--elastic.model.fractions={json.dumps(axes)}"
+    started = command_line(elastic.EXPERIMENT, ["--rows", "elastic,unsorted", flag])
+    elastic.declare(started)
+    started.check()
+    prepared = next(node for node in started.nodes.values() if node.name == "prepared")
+    assert prepared.settings["parts"] == ["ffn", "heads"]
+    started = command_line(elastic.EXPERIMENT, ["--elastic.model.init_from=other.safetensors"])
+    elastic.declare(started)
+    with pytest.raises(ValueError, match=r"model\.init_from"):
+        started.check()
 
 
 def test_sorting_changes_the_order_and_not_the_function(made_elastic):

@@ -53,13 +53,12 @@ def test_an_encoder_decoder_writes_the_same_alone_and_in_a_padded_batch(method):
     width = max(map(len, texts))
     ids = torch.tensor([[0] * (width - len(text)) + text for text in texts])  # as PromptSet pads
     prompts = {"input_ids": ids, "attention_mask": (ids > 0).long()}
-    settings = {"beams": 1, "max_new_tokens": 6, "no_repeat_ngram": 0, "stop": None}
-    together = generate(module.model, prompts, Tokenizer(), **settings)
+    together = generate(module.model, prompts, Tokenizer(), max_new_tokens=6)
     alone = [
         generate(
             module.model,
             {"input_ids": torch.tensor([text]), "attention_mask": torch.ones(1, len(text)).long()},
-            Tokenizer(), **settings,
+            Tokenizer(), max_new_tokens=6,
         )[0]
         for text in texts
     ]  # fmt: skip

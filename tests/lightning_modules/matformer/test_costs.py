@@ -18,6 +18,11 @@ def vit():
     return timm.create_model("vit_tiny_patch16_224", num_classes=3, **SMALL)
 
 
+def vit_with_a_norm_inside():
+    torch.manual_seed(0)
+    return timm.create_model("vit_tiny_patch16_224", num_classes=3, scale_mlp_norm=True, **SMALL)
+
+
 def swin():
     settings = {"embed_dim": 24, "depths": (1, 1, 2, 1), "num_classes": 3}
     return timm.create_model("swin_tiny_patch4_window7_224", **settings)
@@ -37,6 +42,7 @@ def llama():
     [
         (vit, {"ffn": QUARTERS}, (1, 3, 16, 16)),
         (vit, {"ffn": QUARTERS, "heads": QUARTERS}, (2, 3, 16, 16)),
+        (vit_with_a_norm_inside, {"ffn": QUARTERS}, (1, 3, 16, 16)),
         (swin, {"ffn": QUARTERS}, (1, 3, 224, 224)),
     ],
 )
@@ -58,6 +64,8 @@ def test_a_transformers_model_takes_a_dict():
     model = nest(llama(), {"ffn": QUARTERS, "heads": QUARTERS})
     batch = {"input_ids": torch.zeros(1, 6, dtype=torch.long)}
     costs, rest = layer_costs(model, "macs", batch)
+    padded = {**batch, "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1]])}
+    assert layer_costs(model, "macs", padded) == (costs, rest)
     # three matrices of 32 x 16 at S, six tokens
     ffn = [c for c, x in zip(costs, nesting_of(model).layers, strict=True) if x.axis == "ffn"]
     assert ffn == [[3 * 32 * 16 * 6 * k for k in (1, 2, 3, 4)]] * 3

@@ -119,6 +119,8 @@ def test_distillation_pulls_towards_the_teacher(tmp_path, texts):
     batch = tokens()
     with pytest.raises(ValueError, match="MatLM has no teacher: add callbacks"):
         lm.training_step(batch, 0)
+    with pytest.raises(ValueError, match="'starcoder2' is a model type .* model.teacher_from"):
+        module(distill=0.3).build_teacher()
     set_granularity(lm.model, "S")
     lm.teacher = lm.build_teacher()
     ids, targets = batch["input_ids"], batch["labels"][:, 1:].flatten()

@@ -281,6 +281,7 @@ def test_long_texts_end_at_the_last_position():
         ({"input_ids": torch.empty(1, 0, dtype=torch.long)}, "expected (B, L) with a token"),
         ({"draft": build(vocab_size=24)}, "a vocabulary of 24 tokens and the verifier of 23"),
         ({"draft": build(hidden_size=64)}, "more than the verifier's"),
+        ({"draft": build(max_position_embeddings=8)}, "more than the 8 positions of the draft"),
     ],
 )
 def test_bad_input_is_said_in_a_sentence(settings, said):
