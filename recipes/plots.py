@@ -7,7 +7,7 @@ from typing import Any
 
 import matplotlib
 import pandas as pd
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from recipes.results import Where, by_seed, select, title_of, unique
 
@@ -67,6 +67,8 @@ def scatter(
                     x, y, error = zip(*sorted(points), strict=True)
                     style = "o-" if name in joined else "o"
                     axis.errorbar(x, y, error, fmt=style, capsize=3, color=color, label=title)
+            if not log and axis.get_xlim()[1] >= 10_000:  # 500 k rather than 500000
+                axis.xaxis.set_major_formatter(EngFormatter())
 
 
 def curves(
