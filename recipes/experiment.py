@@ -100,22 +100,27 @@ class Run:
         return declared
 
     def best(
-        self, stages: Sequence[Stage], metric: str, keys: Sequence[str], mode: str = "max"
+        self,
+        stages: Sequence[Stage],
+        metric: str | Sequence[str],
+        keys: Sequence[str],
+        mode: str = "max",
     ) -> dict[str, Later]:
         """Values of settings in the best of several trials, by each trial's best value of a metric.
 
         Args:
             stages: the trials, which differ in these settings.
-            metric: a logged metric, such as "val/accuracy".
+            metric: a logged metric, such as "val/accuracy"; or several, whose mean counts.
             keys: the settings, such as "model.lr".
             mode: "max" or "min".
         """
 
         def reader(key: str) -> Callable[[list[Finished]], Any]:
             def read(trials: list[Finished]) -> Any:
-                if any(metric not in trial.history for trial in trials):
-                    known = ", ".join(trials[0].history)
-                    raise ValueError(f"{metric} was not logged: expected one of {known}")
+                for name in [metric] if isinstance(metric, str) else metric:
+                    if any(name not in trial.history for trial in trials):
+                        known = ", ".join(trials[0].history)
+                        raise ValueError(f"{name} was not logged: expected one of {known}")
                 return at(best_of(trials, metric, mode).settings, key)
 
             return read

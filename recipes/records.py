@@ -164,12 +164,15 @@ def best(values: Sequence[float], mode: str = "max") -> float:
     return sign * max(sign * one if math.isfinite(one) else -math.inf for one in values)
 
 
-def best_of(trials: Sequence[Finished], metric: str, mode: str = "max") -> Finished:
-    """The training with the best value of a metric in its log; the first if several are equal."""
+def best_of(trials: Sequence[Finished], metric: str | Sequence[str], mode: str = "max") -> Finished:
+    """The training with the best value of a metric in its log, or the best mean of several metrics.
+
+    The first if several trainings are equal.
+    """
     if len(trials) == 1:
         return trials[0]
-    pick = max if mode == "max" else min
-    return pick(trials, key=lambda trial: best(trial.history[metric], mode))
+    pick, metrics = (max if mode == "max" else min), [metric] if isinstance(metric, str) else metric
+    return pick(trials, key=lambda trial: sum(best(trial.history[name], mode) for name in metrics))
 
 
 def read_record(folder: Path) -> dict[str, Any]:

@@ -14,19 +14,18 @@ nested model's epochs, as in recipes.matformer.matvit.
 """
 
 from collections.abc import Mapping
-from itertools import islice
 
 import pandas as pd
 from safetensors.torch import save_file
 
-from lightning_modules.matformer import importance, reorder
 from lightning_modules.matformer.nest import GRANULARITIES
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.matformer import matvit
+from recipes.matformer.starts import sort
 from recipes.matformer.submodels import load
 from recipes.messages import console
-from recipes.nodes import Artifact, Node, device
+from recipes.nodes import Artifact, Node
 from recipes.plots import scatter
 from recipes.provenance import provenance
 from recipes.results import Row
@@ -48,7 +47,6 @@ TABLE_7 = {  # the paper's ImageNet-1K top-1, % (S, M, L, XL of L/16)
     "matvit_matvit": ("84.41", "85.02", "85.40", "85.61"),
 }
 SORTED = "sorted.safetensors"
-BATCHES = 8  # of training images, on which importance is measured
 
 
 def declare(run: Run) -> None:
@@ -66,7 +64,7 @@ def declare(run: Run) -> None:
                 plain = matvit.independents(run, "pretrain", seed, "pretrain", only="XL")
                 start = plain
                 if pretraining == "sorted":
-                    start = {"XL": run.measure("sorted", seed, sort, {**plain}) / SORTED}
+                    start = {"XL": run.measure("sorted", seed, write_sorted, {**plain}) / SORTED}
             if finetuning == "matvit":
                 weights = {"model.init_from": start["XL"]}
                 model = run.stage(f"finetune_{row}", "finetune", seed, varied=weights)
@@ -78,11 +76,10 @@ def declare(run: Run) -> None:
             run.measure(f"score {row}", seed, matvit.measure_alone, models, {"row": row})
 
 
-def sort(m: Measuring) -> list[Row]:
+def write_sorted(m: Measuring) -> list[Row]:
     """Write a plain model's weights with the neurons in order of importance on training images."""
     data, model = m.datamodule("XL"), load(m.stages["XL"].checkpoint)
-    images = (images.to(device()) for images, _ in islice(data.train_dataloader(), BATCHES))
-    reorder(model, importance(model, images))
+    sort(model, data.train_dataloader())
     save_file(model.state_dict(), m.folder / SORTED)
     return []
 

@@ -9,8 +9,13 @@ that experiment has not been run.
     python -m recipes.matformer.heads --preset paper --data.root /data/imagenet
 """
 
-import pandas as pd
+import math
+from typing import Any
 
+import pandas as pd
+import torch
+
+from lightning_modules.backbones import build_vision
 from lightning_modules.matformer.nest import GRANULARITIES
 from recipes.experiment import Experiment, Run
 from recipes.matformer import matvit
@@ -21,20 +26,31 @@ from recipes.runner import run_experiment
 from recipes.tables import Column, tabulate
 
 PARTS = {"ffn": "feed-forward nested", "heads": "heads nested"}
-FRACTIONS = [0.25, 0.5, 0.75, 1.0]  # of the heads
+FRACTIONS = [0.25, 0.5, 0.75, 1.0]  # of the heads, rounded up to whole heads
 
 
 def declare(run: Run) -> None:
     """Declare the training and the scores of both models."""
+    model = run.parsed("matvit").model.init_args
+    count = heads_of(model.architecture, model.model_args or {})
+    whole = [math.ceil(fraction * count) / count for fraction in FRACTIONS]
     for seed in run.seeds:
-        heads = {"model.part": "heads", "model.fractions": FRACTIONS}
+        heads = {"model.part": "heads", "model.fractions": whole}
         models = {
             "ffn": matvit.nested(run.sibling("matformer.matvit"), "matvit", seed),
-            "heads": run.stage("heads", "matvit", seed, varied=heads),
+            "heads": matvit.training(run, "heads", seed, heads),
         }
         for part, model in models.items():
             name = f"score {part}"
             run.measure(name, seed, matvit.measure_nested, {"model": model}, {"row": part})
+
+
+def heads_of(architecture: str, model_args: dict[str, Any]) -> int:
+    """The number of a ViT's attention heads."""
+    with torch.device("meta"):
+        parts = build_vision(architecture, 0, model_args).modules()
+    layer: Any = next(part for part in parts if hasattr(part, "num_heads"))
+    return layer.num_heads
 
 
 def report(table: pd.DataFrame, run: Run) -> list[str]:
@@ -57,8 +73,8 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         provenance(run, table),
         "Validation accuracy in %, mean ± standard deviation over seeds; parameters and "
         "multiply-adds without the classifier. S, M, L, XL are 1/8, 1/4, 1/2 and all of the hidden "
-        "neurons, or 1/4, 1/2, 3/4 and all of the heads. The plot shows the Mix'n'Match sizes "
-        "between them too.",
+        "neurons, or 1/4, 1/2, 3/4 and all of the heads, rounded up to whole heads. The plot shows "
+        "the Mix'n'Match sizes between them too.",
         main.markdown(),
         "![accuracy against parameters and multiply-adds](accuracy.png)",
         "Appendix F.2 nests the heads of language models (MatLM-Attn), so there is no number of "

@@ -62,7 +62,7 @@ def training(run: Run, row: Sequence[float], seed: int) -> Stage:
     if row == UNIFORM:
         return matvit.nested(run.sibling("matformer.matvit"), "matvit", seed)
     sampler = matvit.sampler(probabilities=list(row))
-    return run.stage(folder(row), "matvit", seed, varied={"trainer.callbacks": [sampler]})
+    return matvit.training(run, folder(row), seed, {"trainer.callbacks": [sampler]})
 
 
 def folder(row: Sequence[float]) -> str:

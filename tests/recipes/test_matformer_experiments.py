@@ -9,12 +9,16 @@ import pandas as pd
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
-from lightning_modules.matformer import importance
+from lightning_modules.backbones import build_vision
+from lightning_modules.matformer import granularity, importance, nest
 from lightning_modules.weights import load_weights
 from recipes.claims import NOT_JUDGED, SUPPORTED, judge
 from recipes.cli import parse, presets
+from recipes.experiment import Measuring
 from recipes.matformer import finetune_grid, heads, matvit, probabilities, retrieval
+from recipes.matformer.starts import BATCHES, write_slices
 from recipes.matformer.submodels import load
 from recipes.nodes import finished
 from recipes.records import read_history, read_record
@@ -35,7 +39,7 @@ PLOTS = {
     "heads": ["accuracy.png"],
 }
 ROWS = {
-    "matvit": {*matvit.ROWS, *matvit.ORDERS, "search", "ends", "least_slope"},
+    "matvit": {*matvit.ROWS, *matvit.ORDERS, "search", "ends", "least_slope"} - {"unsorted"},
     "retrieval": {*retrieval.FAMILIES, "chance"},
     "finetune_grid": set(finetune_grid.ROWS),
     "probabilities": {probabilities.name(row) for row in probabilities.TABLE_6},
@@ -72,6 +76,11 @@ def test_the_baselines_have_their_full_budget(preset):
     )
     for name, settings in found.items():
         alone = name.startswith("independent")
+        if "trial" in name:  # half of the epochs, on held-out training images
+            whole = found[name.split(" trial")[0]].trainer.max_epochs
+            assert settings.trainer.max_epochs == max(1, whole // 2)
+            assert settings.data.init_args.val_per_class == 20
+            continue
         assert settings.trainer.max_epochs == total // (4 if alone or name == "joint" else 1), name
         assert settings.data.init_args.batch_size == batch
         assert settings.trainer.accumulate_grad_batches == (4 if name == "dynabert" else 1)
@@ -126,6 +135,52 @@ def test_independent_models_are_as_wide_as_the_granularities():
         declared("matvit", "--rows", "independent", '--model.model_args={"mlp_ratio": 8}')
     )
     assert found["independent_S"].model.init_args.model_args["mlp_ratio"] == 1.0
+
+
+def test_pretrained_models_start_from_sorted_slices():
+    run = declared("matvit", "--preset", "small")
+    found = {name: one.model.init_args.init_from for name, one in stages(run).items()}
+    folder = run.out / "seed0" / "sorted ffn"
+    for size in SIZES:
+        for name in (f"independent_{size}", f"independent_{size} trial 1"):
+            assert found[name] == str(folder / f"{size}.safetensors")
+    assert found["matvit"] == found["dynabert"] == str(folder / "XL.safetensors")
+    assert found["unsorted"] == "weights/dinov2-vit-s14-depth9"
+    heads_at_small = stages(declared("heads", "--preset", "small"))["heads"].model.init_args
+    assert heads_at_small.fractions == [2 / 6, 3 / 6, 5 / 6, 1]  # ViT-S has six heads
+    assert heads_at_small.init_from.endswith("sorted heads/XL.safetensors")
+    with pytest.raises(ValueError, match="--rows has 'unsorted'"):  # nothing to sort from scratch
+        declared("matvit", "--rows", "unsorted")
+
+
+@pytest.mark.parametrize("part", ["ffn", "heads"])
+def test_a_slice_is_what_the_nested_model_uses(part, tmp_path):
+    arguments = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
+    torch.manual_seed(0)
+    plain = build_vision("vit_tiny_patch16_224", 0, arguments).eval()
+    save_file(plain.state_dict(), tmp_path / "vit.safetensors")
+    settings = {
+        "model": {
+            "architecture": "vit_tiny_patch16_224", "model_args": arguments,
+            "init_from": str(tmp_path / "vit.safetensors"), "fractions": [0.25, 0.5, 0.75, 1.0],
+        },
+        "data": {"class_path": "datamodules.PairedDigitsData", "init_args": {"image_size": 16}},
+        "part": part,
+    }  # fmt: skip
+    assert not write_slices(Measuring(0, settings, {}, tmp_path))
+    images = torch.randn(3, 3, 16, 16)
+    largest = build_vision("vit_tiny_patch16_224", 0, arguments).eval()
+    load_weights(largest, tmp_path / "XL.safetensors")
+    name = "blocks.0.mlp.fc1.weight" if part == "ffn" else "blocks.0.attn.qkv.weight"
+    assert not torch.equal(largest.state_dict()[name], plain.state_dict()[name])
+    assert torch.allclose(largest(images), plain(images), atol=1e-5)  # sorted, the same function
+    nest(largest, settings["model"]["fractions"], part)
+    small = {**arguments, "mlp_ratio": 1.0}
+    if part == "ffn":
+        alone = build_vision("vit_tiny_patch16_224", 0, small).eval()
+        load_weights(alone, tmp_path / "S.safetensors")
+        with granularity(largest, "S"):
+            assert torch.allclose(alone(images), largest(images), atol=1e-5)
 
 
 def test_a_limit_on_steps_keeps_the_budgets():
@@ -222,7 +277,7 @@ def test_sorting_changes_the_order_and_not_the_function(out):
     images = torch.randn(4, 3, 8, 8, device=first.device)
     assert torch.allclose(in_order(images), plain(images), atol=1e-5)
     (pretrained,) = (n for n in run.nodes.values() if n.name == "pretrain_XL")
-    batches = islice(finished(pretrained).datamodule().train_dataloader(), finetune_grid.BATCHES)
+    batches = islice(finished(pretrained).datamodule().train_dataloader(), BATCHES)
     scores = importance(in_order, (images.to(first.device) for images, _ in batches))["ffn"]
     for values in scores.values():
         assert torch.allclose(values, values.sort(descending=True).values, rtol=1e-4)
@@ -277,8 +332,6 @@ def test_the_orders_are_judged_on_the_second_half(monkeypatch):
     data = type("Data", (), {"image_size": 8, "val_set": None, "eval_batch_size": 1})()
     import timm
 
-    from lightning_modules.matformer import nest
-
     vit = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 3, "num_heads": 2}
     model = nest(timm.create_model("vit_tiny_patch16_224", num_classes=3, **vit))
     monkeypatch.setattr(matvit, "halves", lambda samples, batch_size: (first, second))
@@ -295,7 +348,7 @@ def paper_like(gap):
     skewed = [probabilities.name(row) for row in probabilities.TABLE_6]
     gains = {  # of accuracy, at S and at XL
         "matvit": (0.02, 0.02), "independent": (0, 0), "dynabert": (-0.02, -0.02),
-        "per_layer": (-0.02, -0.02), "vit_vit": (0, 0), "vit_matvit": (-0.02, 0),
+        "per_layer": (-0.02, -0.02), "unsorted": (-0.02, 0), "vit_vit": (0, 0), "vit_matvit": (-0.02, 0),
         "matvit_matvit": (0, 0), "matvit_vit": (0, 0),
         skewed[0]: (0.02, -0.02), skewed[2]: (0, 0), skewed[4]: (-0.02, 0.02),
     }  # fmt: skip
