@@ -348,7 +348,8 @@ def paper_like(gap):
     skewed = [probabilities.name(row) for row in probabilities.TABLE_6]
     gains = {  # of accuracy, at S and at XL
         "matvit": (0.02, 0.02), "independent": (0, 0), "dynabert": (-0.02, -0.02),
-        "per_layer": (-0.02, -0.02), "unsorted": (-0.02, 0), "vit_vit": (0, 0), "vit_matvit": (-0.02, 0),
+        "per_layer": (-0.02, -0.02), "unsorted": (-0.02, 0),
+        "vit_vit": (0, 0), "vit_matvit": (-0.02, 0),
         "matvit_matvit": (0, 0), "matvit_vit": (0, 0),
         skewed[0]: (0.02, -0.02), skewed[2]: (0, 0), skewed[4]: (-0.02, 0.02),
     }  # fmt: skip
