@@ -169,9 +169,12 @@ def fill(group: Group, groups: Sequence[Group]) -> None:
             raise
         reason = sentence(error) or f"{type(error).__name__}: {error}"
         group.unknown.append(f"{stage.name}: not measured: {reason}")
-    needed = {node for one in groups for later in one.stages for node in later.waits_for()}
-    if group.folder.is_dir() and needed.isdisjoint(group.stages):
-        shutil.rmtree(group.folder)  # no later stage starts from its checkpoint, which may be large
+    # A measured checkpoint may be large: it goes when no group still to come starts from it.
+    to_come = groups[groups.index(group) + 1 :]
+    needed = {node for one in to_come for later in one.stages for node in later.waits_for()}
+    for one in groups:
+        if one.folder.is_dir() and needed.isdisjoint(one.stages):
+            shutil.rmtree(one.folder)
 
 
 def text(group: Group) -> list[str]:

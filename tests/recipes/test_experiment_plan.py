@@ -90,6 +90,22 @@ def test_what_is_not_there_yet_is_stood_for_or_said(tmp_path, measured, capsys):
     assert not Path(start.partition("=")[2]).exists()
 
 
+def test_a_measured_checkpoint_goes_once_no_group_to_come_starts_from_it(
+    tmp_path, measured, monkeypatch
+):
+    there, plan = [], experiment_plan.plan
+
+    def looking(path, preset, arguments, folder):
+        there.append(sorted(one.parent.name for one in folder.parent.glob("*/timed.ckpt")))
+        return plan(path, preset, arguments, folder)
+
+    monkeypatch.setattr(experiment_plan, "plan", looking)
+    show(planned(tmp_path), start=0.0)
+    # the trials, `wide`, `next` and `last`, which waits for a measurement of `wide` only
+    assert there[2] == ["1"]
+    assert there[3] == []
+
+
 def test_what_is_finished_is_not_measured_again(tmp_path, measured, capsys):
     run = planned(tmp_path)
     for stage in stages_of(run)[:3]:  # the trials and `wide`
