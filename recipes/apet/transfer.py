@@ -88,8 +88,8 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
                 Column(target, "accuracy", {"set": f"{source} → {target}"}, scale=100)
                 for target in tasks
             ]
-            [cells_of] = tabulate(table, {method: METHODS[method]}, columns).rows
-            rows.append([source, *cells_of[1:]])
+            measured = tabulate(table, {method: METHODS[method]}, columns).rows
+            rows += [[source, *cells[1:]] for cells in measured]
         parts += [f"**{METHODS[method]}**", Table(["source", *tasks], rows).markdown()]
     guesses = [Column(task, "score", {"set": f"{task}, {model}"}, scale=100) for task in tasks]
     shown = tabulate(table, {"majority": METHODS["majority"]}, guesses).markdown()

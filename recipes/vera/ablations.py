@@ -252,7 +252,7 @@ def by_parameters(table: pd.DataFrame, rows: Mapping[str, str]) -> pd.DataFrame:
     tuned = select(table, {"metric": "tuned"}).set_index(["seed", "set", "row"])["value"]
     keys = pd.MultiIndex.from_frame(scores[["seed", "set", "row"]])
     scores["x"] = tuned.reindex(keys).to_numpy()
-    scores["row"] = scores["row"].str.rpartition("_r")[0]
+    scores["row"] = scores["row"].str.replace(r"_r\d+$", "", regex=True)
     return scores
 
 
