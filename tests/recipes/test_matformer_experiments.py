@@ -262,7 +262,8 @@ def check_updates(run):
         classes = len(settings.data.init_args.classes or range(10))
         batches = 64 * classes // settings.data.init_args.batch_size
         state = torch.load(node.folder / "checkpoints" / "last.ckpt", weights_only=True)
-        assert state["global_step"] == batches * epochs, node.name
+        updates = math.ceil(batches / settings.trainer.accumulate_grad_batches)
+        assert state["global_step"] == updates * epochs, node.name
         assert read_record(node.folder)["finished"]
 
 
