@@ -20,6 +20,7 @@ from datamodules.tables import csv_cells, named_cells, open_lines
 
 log = logging.getLogger(__name__)
 BadImages = Literal["refuse", "skip"]
+JPEG_END = b"\xff\xd9"
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,19 @@ def read_json(file: Path) -> Any:
         raise ValueError(f"{file} is no json ({error}): fetch or write it again.") from error
 
 
+def require_keys(file: Path, place: int, entry: Any, keys: Sequence[str]) -> None:
+    """Raise an error if an entry of a json list lacks a key.
+
+    Raises:
+        ValueError: naming the file, the entry and what is expected.
+    """
+    if not isinstance(entry, dict) or any(key not in entry for key in keys):
+        raise ValueError(
+            f"{file}, entry {place} is {str(entry)[:60]!r}, expected one with {', '.join(keys)}: "
+            "correct or remove it."
+        )
+
+
 def usable(images: Sequence[Path], bad: BadImages) -> list[bool]:
     """Which of the images exist and can be opened as images.
 
@@ -139,7 +153,17 @@ def _fault(file: Path) -> str:
         return "missing"
     try:
         with Image.open(file) as image:
+            kind = image.format
             image.verify()
+        if kind != "PNG" and not (kind == "JPEG" and _ends(file, JPEG_END)):
+            with Image.open(file) as image:  # which `verify` does not decode: it may be cut short
+                image.load()
     except Exception as error:  # decoders raise all kinds
         return f"unreadable ({type(error).__name__})"
     return ""
+
+
+def _ends(file: Path, end: bytes) -> bool:
+    with file.open("rb") as stream:
+        stream.seek(max(0, file.stat().st_size - len(end)))
+        return stream.read() == end

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from datamodules.captions import Captioned, read_json
+from datamodules.captions import Captioned, read_json, require_keys
 from datamodules.image_text import CaptionData
 
 
@@ -34,8 +34,9 @@ class GroundingData(CaptionData):
     Training uses images with phrases, in the batches of `CaptionData`, and no boxes. The files are
     ALBEF's refcoco+_{train,val,test}.json (`image`, `text`, and for evaluation `ref_id`), and for
     evaluation refcoco+/refs(unc).p, instances.json and dets.json (image id → boxes). An evaluation
-    batch has one phrase: a dict with `images` (1, 3, S, S), `input_ids`, `attention_mask`, `box`
-    (4,), `candidates` (K, 4), `size` (2,), and `labels` (1,), the index of the phrase.
+    batch has one phrase, whatever `eval_batch_size` is: a dict with `images` (1, 3, S, S),
+    `input_ids`, `attention_mask`, `box` (4,), `candidates` (K, 4), `size` (2,), and `labels` (1,),
+    the index of the phrase.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -44,7 +45,12 @@ class GroundingData(CaptionData):
 
     def read(self, part: str) -> list:
         files = self.list_files(part, f"refcoco+_{part}.json")
-        rows = [entry for file in files for entry in read_json(file)]
+        rows = []
+        for file in files:
+            for place, entry in enumerate(read_json(file)):
+                keys = ["image", "text"] if part == "train" else ["image", "text", "ref_id"]
+                require_keys(file, place, entry, keys)
+                rows.append(entry)
         if part == "train":
             texts: dict[str, list[str]] = {}
             for row in rows:

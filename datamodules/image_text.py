@@ -18,11 +18,13 @@ from datamodules.tables import read_table
 from datamodules.tokens import filling, load_tokenizer, pad, tokenizer_from, tokenizer_state
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-# ALBEF's RandAugment: nothing that changes colours
+# ALBEF's RandAugment: nothing that changes colours. Its tenth operation does nothing, and each is
+# done with probability ½: with the nine others alone that is a probability of 0.45.
 AUGMENTATIONS = [
-    *("AutoContrast", "Equalize", "BrightnessIncreasing", "SharpnessIncreasing", "Rotate"),
-    *("ShearX", "ShearY", "TranslateXRel", "TranslateYRel"),
+    *("AutoContrast", "Equalize", "Brightness", "Sharpness", "Rotate"),
+    *("ShearX", "ShearY", "TranslateX", "TranslateY"),
 ]
+MOVED = {"translate_const": 10}  # pixels, at magnitude 10
 
 
 class ImageTextData(PartsData):
@@ -156,7 +158,7 @@ class ImageTextData(PartsData):
         if training:
             steps.append(v2.RandomHorizontalFlip(self.hflip))
         if training and self.augment:
-            steps.append(RandAugment(rand_augment_ops(magnitude=7, transforms=AUGMENTATIONS)))
+            steps.append(RandAugment(rand_augment_ops(7, 0.45, MOVED, AUGMENTATIONS)))
         to_tensor = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
         return v2.Compose([*steps, *to_tensor, v2.Normalize(list(self.mean), list(self.std))])
 
@@ -198,10 +200,12 @@ class CaptionData(ImageTextData):
 
     Without `files` it looks for ALBEF's retrieval_{train,val,test}.json, then for captions.json,
     captions.csv or captions.txt. The latter are split by splits.csv (columns image, split); if
-    there is none, `val_fraction` of the images is drawn for validation, which is the test part too.
+    there is none, `val_fraction` of the images is drawn for the test part, and as large a share of
+    the others for validation.
 
     Args:
-        val_fraction: share of the images for validation, if the data have no splits.
+        val_fraction: share of the images for the test part, and of the others for validation, if
+            the data have no splits.
         limit: use only this many images of the training part, the first ones; all when None.
         **kwargs: see `ImageTextData`.
     """
@@ -230,8 +234,9 @@ class CaptionData(ImageTextData):
         splits = self.folder / "splits.csv"
         if not splits.is_file():
             self._drawn = True
-            kept, held = hold_out(entries, self.val_fraction, self.seed)
-            return kept if part == "train" else held
+            others, test = hold_out(entries, self.val_fraction, self.seed)
+            train, val = hold_out(others, self.val_fraction, self.seed)
+            return {"train": train, "val": val, "test": test}[part]
         parts = {row["image"]: row["split"] for _, row in read_table(splits, ["image", "split"])}
         kept = [entry for entry in entries if parts.get(entry.image) == part]
         if not kept:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from datamodules.captions import plain, read_json
+from datamodules.captions import plain, read_json, require_keys
 from datamodules.image_text import ImageTextData
 
 RELATIONS = ("contradiction", "neutral", "entailment")  # 0, 1, 2 as in ALBEF
@@ -149,6 +149,7 @@ class VQAData(ImageTextData):
         entries = []
         for file in self.list_files(part, f"vqa_{part}.json"):
             for place, entry in enumerate(read_json(file)):
+                require_keys(file, place, entry, ["image", "question"])
                 answers = entry.get("answer", [])
                 answers = (answers,) if isinstance(answers, str) else tuple(answers)
                 if part == "train" and not answers:
@@ -234,6 +235,14 @@ def vqa_scores(answers: tuple[str, ...]) -> dict[str, float]:
 def _lines(file: Path) -> list[dict[str, Any]]:
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing, expected json lines: correct --data.files.")
-    entries = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
+    entries = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if line:
+            try:
+                entries.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"{file}, line {number}, is no json ({error}): correct it."
+                ) from error
     # the label "-" means that the annotators did not agree
     return [entry for entry in entries if entry.get("gold_label") != "-"]

@@ -134,6 +134,11 @@ class AlbefModule(L.LightningModule):
                     f"init_from {self.init_from} is low-rank already, so ratio {h.ratio:g} would "
                     "do nothing: set model.ratio to null"
                 )
+            if h.ranks is not None and h.ranks != plan_of(model):
+                raise ValueError(
+                    f"init_from {self.init_from} is low-rank already, with ranks other than those "
+                    "given: set model.ranks to null"
+                )
         elif h.ranks is not None:
             # without init_from a checkpoint is usually loaded next, so the quicker "randomized" is
             # enough; unlike "empty", it can also be trained if none is loaded
@@ -141,6 +146,10 @@ class AlbefModule(L.LightningModule):
         elif h.ratio is not None:
             factorize(model, h.ratio, skip=skipped(model))
         self.hparams["ranks"] = plan_of(model) if low_rank_layers(model) else None
+
+    def on_fit_start(self) -> None:
+        """Keep m for an optimizer step: the momentum model is updated with every batch of it."""
+        self.momentum.decay = self.settings.decay ** (1 / self.trainer.accumulate_grad_batches)
 
     def alpha(self, batch_idx: int) -> float:
         """α of this step; with `ramp` it rises from 0 over the first epoch."""

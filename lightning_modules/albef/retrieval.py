@@ -179,7 +179,8 @@ def recall(
 ) -> list[float]:
     """Recall R@k: the share of queries with a key of their id among the k highest scores.
 
-    A key of another id with an equal score ranks higher.
+    A key of another id with an equal score ranks higher, and so do all where a score is NaN, as
+    those of a diverged model are.
 
     Args:
         scores: (Q, K).
@@ -192,7 +193,7 @@ def recall(
     """
     relevant = query_ids[:, None] == key_ids[None, :]
     best = scores.masked_fill(~relevant, -torch.inf).max(1).values
-    rank = ((scores >= best[:, None]) & ~relevant).sum(1)
+    rank = (~(scores < best[:, None]) & ~relevant).sum(1)
     return [(rank < k).double().mean().item() for k in at]
 
 

@@ -51,6 +51,7 @@ class Retrieval(AlbefModule):
         Raises:
             ValueError: see `check_queue`.
         """
+        super().on_fit_start()
         trainer: Any = self.trainer
         batch_size = getattr(trainer.datamodule, "batch_size", None)
         if batch_size:
@@ -147,9 +148,9 @@ class Grounding(Retrieval):
         self._ground(batch)
 
     def _ground(self, batch: dict[str, Tensor]) -> None:
+        heat = self.heat(batch)[0]  # on padding too: sharded ranks pass through the model together
         if (batch["labels"] < 0).all():  # padding that gives all ranks equally many examples
             return
-        heat = self.heat(batch)[0]
         height, width = batch["size"].tolist()
         chosen = choose_box(heat, (height, width), batch["candidates"])
         self.accuracy.update(float(overlap(batch["box"], batch["candidates"][chosen]) >= 0.5))

@@ -56,6 +56,11 @@ def compress(
     if ranks == "feature_error":
         if not batches:
             raise ValueError("ranks 'feature_error' need batches: give some of the training data")
+        if not all(isinstance(batch, Tensor) for batch in batches):
+            raise ValueError(
+                "ranks 'feature_error' are for image classifiers: their batches are tensors of "
+                f"images, not {type(batches[0]).__name__}; choose uniform or energy"
+            )
         step = multiple if multiple > 1 else 8
         images = torch.cat(batches)
         images = images[:: -(-len(images) // PROBES)]

@@ -59,7 +59,8 @@ def plan_energy(
     costs = {name: sum(sizes(layer)) for name, layer in layers.items()}
     caps = {n: math.prod(sizes(layer)) // costs[n] for n, layer in layers.items()}
     budget = sum(uniform[name] * costs[name] for name in uniform)
-    ranks = _spend(shares, costs, caps, budget, multiple)
+    start = {name: min(multiple, caps[name], uniform[name]) for name in uniform}
+    ranks = _spend(shares, costs, caps, budget, multiple, start)
 
     def kept(plan: Mapping[str, int]) -> float:
         return sum(float(shares[name][:rank].sum()) for name, rank in plan.items())
@@ -98,14 +99,15 @@ def _spend(
     caps: Mapping[str, int],
     budget: int,
     step: int,
+    start: Mapping[str, int],
 ) -> dict[str, int]:
-    """Raise the layers' ranks by `step` at a time, largest gain per parameter first."""
-    ranks = {name: min(step, cap) for name, cap in caps.items()}
+    """Raise ranks from `start` by `step` at a time, largest gain per parameter first."""
+    ranks = dict(start)
     budget -= sum(ranks[name] * costs[name] for name in ranks)
     gains = [
-        (float(share[start : start + step].sum()) / costs[name], name)
+        (float(share[rank : rank + step].sum()) / costs[name], name)
         for name, share in shares.items()
-        for start in range(step, caps[name] - step + 1, step)
+        for rank in range(start[name], caps[name] - step + 1, step)
     ]
     full: set[str] = set()
     for _, name in sorted(gains, key=lambda gain: -gain[0]):

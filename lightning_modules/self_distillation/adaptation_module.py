@@ -231,12 +231,14 @@ class Adaptation(L.LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Add a batch to `val/mae`, with the same masks in every epoch."""
         inputs, labels = split(batch)
-        inputs = rows_of(inputs, labels != IGNORED)
-        count = int((labels != IGNORED).sum())
+        real = labels != IGNORED
+        count = int(real.sum())
+        # a batch of padding alone is encoded too: sharded ranks pass through the model together
+        inputs = rows_of(inputs, real) if count else inputs
+        hidden = self._hide(inputs, torch.Generator(self.device).manual_seed(batch_idx))
+        prediction = self.objective.predict(self.model, inputs, hidden, everywhere=False)
+        error = self.objective.loss(self.model, prediction, inputs, hidden)
         if count:
-            hidden = self._hide(inputs, torch.Generator(self.device).manual_seed(batch_idx))
-            prediction = self.objective.predict(self.model, inputs, hidden, everywhere=False)
-            error = self.objective.loss(self.model, prediction, inputs, hidden)
             self.mean_error.update(error, count)
 
     def on_validation_epoch_end(self) -> None:

@@ -13,7 +13,7 @@ chooses among the answers that the model was trained with, or those of --answers
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from datamodules.captions import read_picture
+from datamodules.captions import read_picture, usable
 from datamodules.image_text import ImageTextData
 from lightning_modules.albef import VQA, Retrieval
 from lightning_modules.albef.retrieval import Gallery, rerank
@@ -60,24 +60,49 @@ class Searcher:
         model = self.module.model
         text = model.encode_text(ids, mask)
         owners = torch.zeros(len(ids), dtype=torch.long, device=device)
-        features, states = [], []
-        for start in range(0, len(pictures), BATCH):
-            batch = [transform(read_picture(file)) for file in pictures[start : start + BATCH]]
-            states.append(model.encode_image(torch.stack(batch).to(device)))
-            features.append(model.project_image(states[-1]))
-        images = (torch.cat(features), torch.cat(states))
-        places = torch.arange(len(pictures), device=device)
-        gallery = Gallery(*images, places, model.project_text(text), text, mask, owners)
+        states = ImageStates(model, pictures, transform)
+        places = torch.arange(len(pictures))
+        features = [model.project_image(states[batch]) for batch in places.split(BATCH)]
+        images: tuple[Tensor, Any, Tensor] = (torch.cat(features), states, places.to(device))
+        gallery = Gallery(*images, model.project_text(text), text, mask, owners)
         return rerank(model, gallery, self.module.settings.k, by_text)
+
+
+class ImageStates:
+    """The image states (N, C) of pictures, computed when they are asked for.
+
+    Those of all pictures of a large folder would not fit in memory.
+
+    Args:
+        model: the image encoder.
+        pictures: files.
+        transform: of a picture to the model's input.
+    """
+
+    def __init__(self, model: Any, pictures: Sequence[Path], transform: Callable):
+        self.model, self.pictures, self.transform = model, pictures, transform
+
+    def __getitem__(self, places: Tensor) -> Tensor:
+        """The states (P, N, C) of pictures, by their places (P,), which may repeat."""
+        once, back = places.unique(return_inverse=True)
+        images = [self.transform(read_picture(self.pictures[place])) for place in once.tolist()]
+        device = next(self.model.parameters()).device
+        batches = torch.stack(images).split(BATCH)
+        states = [self.model.encode_image(batch.to(device)) for batch in batches]
+        return torch.cat(states)[back.to(device)]
 
 
 def search(checkpoint: str | Path, folder: str | Path, sentence: str) -> pd.DataFrame:
     """The pictures below a folder, the best match of a sentence first; columns picture, score.
 
+    Those that cannot be read are left out, and named in the log.
+
     Raises:
         FileNotFoundError: if the folder has no pictures.
+        ValueError: if none of them can be read.
     """
-    pictures = pictures_in(folder)
+    found = pictures_in(folder)
+    pictures = [file for file, fit in zip(found, usable(found, "skip"), strict=True) if fit]
     scores = Searcher(checkpoint)(pictures, [sentence])[0]
     order = scores.argsort(descending=True).tolist()
     rows = [{"picture": str(pictures[i]), "score": scores[i].item()} for i in order]
@@ -201,6 +226,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="where files are written; default: the current folder",
     )
     options = parser.parse_args(argv)
+    if options.verb != "match" and len(options.texts) > 1:
+        parser.error(
+            f"{options.verb} takes one text, not {len(options.texts)}: put it in quotes, "
+            f'"{" ".join(options.texts)}"'
+        )
+    if options.verb != "ask" and options.answers:
+        parser.error(f"--answers is for ask, not for {options.verb}")
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     if options.verb == "search":

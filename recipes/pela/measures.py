@@ -59,13 +59,12 @@ def measure_start(m: Measuring) -> Iterator[Row]:
 
 
 def measure_trained(m: Measuring) -> Iterator[Row]:
-    """Scores of a stage's last validation, its size, settings and shares of the gradient."""
-    stage = m.stages["trained"]
-    module = stage.module()
+    """Scores of a trained model in float32, its size, settings and shares of the gradient."""
+    stage, data = m.stages["trained"], m.datamodule("trained")
+    module = stage.module(device()).eval()
     values: dict[str, float] = {
-        "accuracy": stage.metrics["val/accuracy"],
-        "loss": stage.metrics["val/loss"],
-        **size(merged(module), m.datamodule("trained").image_size),
+        **score(module.model, data),
+        **size(merged(module), data.image_size),
     }
     settings = {name: module.settings.get(name) for name in ("lr", "alpha", "beta", "p", "epsilon")}
     values |= {name: float(value) for name, value in settings.items() if value is not None}
@@ -98,14 +97,15 @@ def measure_similarity(m: Measuring) -> Iterator[Row]:
 
 def measure_cost(m: Measuring) -> Iterator[Row]:
     """Memory and time of a training step: dense, low-rank, and of the repair (Table 8)."""
-    plain = {"alpha": 0.0, "beta": 0.0}
-    modules = {
-        "dense": build(m, **plain),
-        "low_rank": build(m, **plain, ratio=m.settings["ratio"]),
-        "repair": build(m, ratio=m.settings["ratio"], beta=m.settings["beta"]),
+    plain, ratio = {"alpha": 0.0, "beta": 0.0}, m.settings["ratio"]
+    changes = {
+        "dense": plain,
+        "low_rank": {**plain, "ratio": ratio},
+        "repair": {"ratio": ratio, "beta": m.settings["beta"]},
     }
-    for row, module in modules.items():
-        others, cost = OthersAtWork(), step_cost(module, data_of(m))
+    for row, changed in changes.items():
+        # one model at a time: the peak of a device's memory counts all that are there
+        others, cost = OthersAtWork(), step_cost(build(m, **changed), data_of(m))
         for name, value in cost.items():
             valid = name != "seconds" or others.absent()
             yield Row(row, name, value if valid else None, m.settings["set"])

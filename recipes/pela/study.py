@@ -213,13 +213,15 @@ class Study:
         if row == "pruned":
             fractions = self.grid["fractions"]
             name = slice_of(ratio, fractions)
-            label = "trial-pruned" if weights is not self.weights else f"k{ratio:g}-pruned"
+            trial = weights is not self.weights
+            label = "trial-pruned" if trial else f"k{ratio:g}-pruned"
             pruned = self.run.measure(
                 f"{self.name}-{label}-start",
                 self.seed,
                 measures.make_pruned,
                 settings={
-                    **self.model_and_data,
+                    "model": self.model_and_data["model"],
+                    "data": self.trial_data() if trial else self.model_and_data["data"],
                     "init_from": weights,
                     "fractions": fractions,
                     "slice": name,
@@ -229,6 +231,14 @@ class Study:
             varied["model.teacher_args"] = self.settings.model_args or {}
             varied["model.model_args"] = self.pruned_args(ratio)
         return varied
+
+    def trial_data(self) -> dict[str, Any]:
+        """The data of trials, whose training part leaves out the held-out images."""
+        data = self.model_and_data["data"]
+        limits = {
+            key.removeprefix("data."): value for key, value in held_out(self.grid["trial"]).items()
+        }
+        return {**data, "init_args": {**data["init_args"], **limits}}
 
     def pruned_args(self, ratio: float) -> dict[str, Any]:
         """The model's `model_args` with the feed-forward width of the pruned row."""

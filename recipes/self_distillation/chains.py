@@ -16,7 +16,7 @@ The grid (images_grid.yaml or text_grid.yaml, over shared_grid.yaml) has these k
 
 import functools
 from argparse import ArgumentParser
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +75,15 @@ def declare(run: Run, kind: str) -> None:
             )
     grid = run.grid("shared_grid", f"{kind}_grid")
     rows = run.rows(grid["rows"], grid["default"])
+    if grid["steps"] and (plain := [row for row in rows if "from" not in grid["rows"][row]]):
+        raise ValueError(
+            f"preset {run.preset} varies the steps of adaptations, and the rows {', '.join(plain)} "
+            "have none: leave them out of --rows; the curves begin with fine-tuning alone"
+        )
     select = run.options.select or grid["select"]
     unlabelled = unlabelled_data(run, kind) if run.options.unlabelled else {}
+    if unlabelled:
+        require_no_labels(rows, grid)
     original = declare_original(run, kind, grid, unlabelled)
     for seed in run.seeds:
         for name in grid["sets"]:
@@ -113,7 +120,9 @@ def declare_original(
         steps = {"trainer.max_steps": run.options.decoder_steps, "trainer.max_epochs": -1}
         stages = [{**named, **grid["decoder"], **steps}]
     last: Stage | None = None
-    derived = {key: functools.partial(_constant, value) for key, value in unlabelled.items()}
+    # a decoder is fitted to the data that are adapted to; the grid's own stages have their own data
+    data = unlabelled if run.options.decoder_steps else {}
+    derived = {key: functools.partial(_constant, value) for key, value in data.items()}
     for place, settings in enumerate(stages):
         before = {"model.init_from": last} if last else {}
         name = "original" if place == len(stages) - 1 else f"original, part {place + 1}"
@@ -214,6 +223,7 @@ class Chains:
         """
         settings = dict(self.grid["rows"][row])
         adaptation, candidates = settings.pop("from", None), settings.pop("candidates", [])
+        shared = {**self.settings, **(self.held_out() if select == "best" else {})}
         chain = self.adapt(adaptation, steps) if adaptation and steps != 0 else []
         varied = {
             **self.data,
@@ -232,7 +242,7 @@ class Chains:
             varied |= self.chosen(title, varied, candidates)
         if steps is not None:
             title = f"{title} {steps} steps" if chain else f"{self.name} without adaptation"
-        tuned = self.run.stage(title, f"{self.kind}_finetune", self.seed, varied, self.settings)
+        tuned = self.run.stage(title, f"{self.kind}_finetune", self.seed, varied, shared)
         self.run.measure(
             f"{title} scores" if chain or steps is None else f"{title} scores of {row}",
             self.seed,
@@ -262,9 +272,19 @@ class Chains:
                 candidates,
                 f"val/{self.metric}",
                 {**varied, "trainer.limit_val_batches": 1.0},
-                self.settings,
+                {**self.settings, **self.held_out()},
             )
         )
+
+    def held_out(self) -> dict[str, Any]:
+        """Settings that hold out a tenth of the training images, where the file holds out none.
+
+        Without them, data without a validation part would choose on the test part. Data that have
+        one ignore them.
+        """
+        config = self.run.parsed(f"{self.kind}_finetune", self.settings, self.data)
+        share = config.data.init_args.get("val_fraction")
+        return {"data.val_fraction": 0.1} if self.kind == "images" and share == 0 else {}
 
     def beginning(self) -> dict[str, Node]:
         """The node with the original weights, as an input of measurements."""
@@ -298,6 +318,21 @@ def _multiple(times: int, length: str, parsed: Any) -> int:
 def length_of(parsed: Any) -> str:
     """The setting that ends a stage's training: "max_steps" or "max_epochs"."""
     return "max_steps" if parsed.trainer.max_steps > 0 else "max_epochs"
+
+
+def require_no_labels(rows: Iterable[str], grid: Mapping[str, Any]) -> None:
+    """Raise an error if a row adapts with labels, which the data of --unlabelled have not.
+
+    Raises:
+        ValueError: naming the row.
+    """
+    for row in rows:
+        adaptation = grid["adaptations"].get(grid["rows"][row].get("from"), {})
+        if adaptation.get("model.supcon_temperature"):
+            raise ValueError(
+                f"--unlabelled is given, but the row {row} adapts with labels: leave it out of "
+                "--rows"
+            )
 
 
 def require_validation(run: Run, kind: str) -> None:

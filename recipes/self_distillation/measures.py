@@ -148,6 +148,8 @@ def trace(m: Measuring) -> Iterator[Row]:
     """An adaptation's distance from the original weights, and its training and held-out L_MAE.
 
     `begins_with_original` is 1 if its initial weights hash to those of the original checkpoint.
+    `val_mae_by_share` has x = 1 at the last check of held-out L_MAE, and 0.5 at the one nearest to
+    half-way.
     """
     s, stage = m.settings, m.stages["adaptation"]
     checkpoint = torch.load(stage.checkpoint, map_location="cpu", weights_only=True)
@@ -170,12 +172,22 @@ def trace(m: Measuring) -> Iterator[Row]:
             yield row(f"{part}_mae", sum(last) / len(last))
     if x is None:
         checks = history.get("val/mae", [])
-        for place, value in enumerate(checks, start=1):
-            share = place / len(checks)
-            yield row("val_mae_by_steps", value, checkpoint["global_step"] * share)
-            yield row("val_mae_by_share", value, share)
+        steps = check_steps(stage.settings.trainer, len(checks), checkpoint["global_step"])
+        shares = [step / steps[-1] for step in steps]
+        halfway = min(shares[:-1], key=lambda share: abs(share - 0.5), default=None)
+        for value, step, share in zip(checks, steps, shares, strict=True):
+            yield row("val_mae_by_steps", value, step)
+            yield row("val_mae_by_share", value, 0.5 if share == halfway else share)
         if s["rounds"] is not None:
             yield Row("before fine-tuning", "distance_by_round", moved, s["set"], s["rounds"])
+
+
+def check_steps(trainer: Any, count: int, updates: int) -> list[float]:
+    """The updates after which a training was validated `count` times, by its trainer's settings."""
+    if trainer.check_val_every_n_epoch is None:  # every so many batches
+        interval = trainer.val_check_interval / trainer.accumulate_grad_batches
+        return [interval * place for place in range(1, count + 1)]
+    return [updates * place / count for place in range(1, count + 1)]
 
 
 def original(m: Measuring) -> Path:

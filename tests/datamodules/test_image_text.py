@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from datamodules import CaptionData, EntailmentData, GroundingData, VQAData
-from datamodules.captions import plain, read_captions
+from datamodules.captions import plain, read_captions, read_picture, usable
 from datamodules.grounding import read_refs
 from datamodules.image_text_tasks import Asked, VQASet, vqa_scores
 from datamodules.shapes import COLOURS, write
@@ -168,6 +168,67 @@ def test_bad_images_are_refused_or_left_out(folder, tmp_path, caplog):
     assert "2 of 3 images left out" in caplog.text and "gone.png (missing)" in caplog.text
     with pytest.raises(ValueError, match="bad_images is 'ignore', expected refuse or skip"):
         CaptionData(bad_images="ignore")
+
+
+def test_pictures_that_are_cut_short_are_found(tmp_path):
+    noise = Image.effect_noise((64, 64), 90).convert("RGB")
+    files = [tmp_path / f"{place}.{end}" for end in ("jpg", "png", "webp", "bmp") for place in "ab"]
+    for place, file in enumerate(files):
+        noise.save(file)
+        if place % 2:
+            content = file.read_bytes()
+            file.write_bytes(content[: len(content) * 2 // 3])
+    noise.save(tmp_path / "more.jpg")
+    (tmp_path / "more.jpg").write_bytes((tmp_path / "more.jpg").read_bytes() + b"more")
+    files.append(tmp_path / "more.jpg")  # a whole picture, with something behind it
+    assert usable(files, "skip") == [True, False] * 4 + [True]
+    for file, fit in zip(files, usable(files, "skip"), strict=True):
+        if fit:
+            read_picture(file)
+
+
+def test_captions_without_splits_have_three_parts(tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    entries = [{"image": "a.png", "caption": f"number {n}"} for n in range(3)]
+    for n in range(40):
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{n}.png")
+        entries.append({"image": f"{n}.png", "caption": "a square"})
+    (tmp_path / "captions.json").write_text(json.dumps(entries))
+    data = CaptionData(root=str(tmp_path), val_fraction=0.25)
+    parts = [{entry.image for entry in data.entries(part)} for part in ("train", "val", "test")]
+    assert len(set().union(*parts)) == sum(map(len, parts)) == 41
+    assert min(map(len, parts)) >= 7
+
+
+def test_training_pictures_change_as_albefs_do():
+    """Two operations of magnitude 7: turned by 21°, moved by 7 pixels, brightened by 1.36, …."""
+    steps = CaptionData(root=".", image_size=64).transform(training=True).transforms
+    [augment] = [step for step in steps if type(step).__name__ == "RandAugment"]
+    assert augment.num_layers == 2 and len(augment.ops) == 9
+    arguments = {op.name: op.level_fn(7, op.hparams) if op.level_fn else () for op in augment.ops}
+    values = {name: abs(given[0]) for name, given in arguments.items() if given}
+    assert values == pytest.approx(
+        {"Rotate": 21, "ShearX": 0.21, "ShearY": 0.21, "TranslateX": 7, "TranslateY": 7,
+         "Brightness": 1.36, "Sharpness": 1.36}
+    )  # fmt: skip
+    # a tenth operation that does nothing, and a probability of one half
+    assert all(op.prob == pytest.approx(0.5 * 9 / 10) for op in augment.ops)
+
+
+def test_entries_without_what_they_need(folder, tmp_path):
+    def lists(content, name="list.json"):
+        (tmp_path / name).write_text(content)
+        return {part: [str(tmp_path / name)] for part in ("train", "val")}
+
+    data = VQAData(root=str(folder), files=lists('[{"image": "a.png", "answer": "yes"}]'))
+    with pytest.raises(ValueError, match="entry 0 is .* expected one with image, question"):
+        data.entries("train")
+    data = GroundingData(root=str(folder), files=lists('[{"image": "a.png", "text": "x"}]'))
+    with pytest.raises(ValueError, match="entry 0 is .* expected one with image, text, ref_id"):
+        data.entries("val")
+    data = EntailmentData(root=str(folder), files=lists('{"gold_label": "-"}\n{', "list.jsonl"))
+    with pytest.raises(ValueError, match=r"list.jsonl, line 2, is no json"):
+        data.entries("train")
 
 
 def test_lists_that_cannot_be_used(folder, tmp_path):

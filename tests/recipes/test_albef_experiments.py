@@ -117,7 +117,7 @@ def pictures(tmp_path_factory):
     return folder / "images"
 
 
-def test_search_and_match_on_ones_own_pictures(run, pictures, tmp_path, monkeypatch):
+def test_search_and_match_on_ones_own_pictures(run, pictures, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(use, "BATCH", 3)
     checkpoint = str(run.out / "seed0" / "retrieval_pela_k3" / "checkpoints" / "last.ckpt")
     use.main(
@@ -127,6 +127,17 @@ def test_search_and_match_on_ones_own_pictures(run, pictures, tmp_path, monkeypa
     assert len(rows) == 7 and rows.score.is_monotonic_decreasing
     assert set(rows.picture) == {str(file) for file in pictures.iterdir()}
     assert (tmp_path / "found.png").is_file()
+    with pytest.raises(SystemExit):
+        use.main(["search", str(pictures), "a", "red", "disc", "--ckpt_path", checkpoint])
+    assert 'takes one text, not 3: put it in quotes, "a red disc"' in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        use.main(["search", str(pictures), "x", "--ckpt_path", checkpoint, "--answers", "yes"])
+    assert "--answers is for ask" in capsys.readouterr().err
+    torn = tmp_path / "some"
+    torn.mkdir()
+    (torn / "torn.jpg").write_bytes(next(pictures.iterdir()).read_bytes()[:30])
+    (torn / "fit.png").write_bytes(next(pictures.iterdir()).read_bytes())
+    assert list(use.search(checkpoint, torn, "a disc").picture) == [str(torn / "fit.png")]
     sentences = ["a red disc above a blue square", "a white triangle", "two things"]
     found = use.match(checkpoint, rows.picture[0], sentences)
     assert sorted(found.sentence) == sorted(sentences) and found.score.is_monotonic_decreasing

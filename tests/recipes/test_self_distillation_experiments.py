@@ -3,6 +3,7 @@
 import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -18,7 +19,7 @@ from recipes.experiment import Stage
 from recipes.records import Finished, flattened
 from recipes.results import by_seed, read, select
 from recipes.runner import command_line
-from recipes.self_distillation import theory
+from recipes.self_distillation import measures, theory
 from tests.recipes.report_checks import check_reports_of_parts
 
 
@@ -86,6 +87,37 @@ def test_no_setting_is_chosen_on_test_images():
     cub, dogs = (found[f"{name} mars trial 1"] for name in ("CUB", "Dogs"))
     assert cub["data.val_fraction"] == 0.1
     assert (dogs["data.val"], dogs["data.test"]) == (None, "val") and dogs["data.val_fraction"] > 0
+
+
+def test_data_without_validation_hold_out_a_tenth_to_choose_on():
+    found = stages(declared("images", "--preset", "sizes", "--rows", "finetune,mars"))
+    shares = {name: one["data.val_fraction"] for name, one in found.items() if "adapt" not in name}
+    assert {share for name, share in shares.items() if "trial" in name} == {0.1}
+    assert {share for name, share in shares.items() if "trial" not in name} == {0.0}
+    found = stages(declared("images", "--preset", "steps", "--rows", "further", "--select", "best"))
+    tuned = [one for name, one in found.items() if "adapt" not in name and name != "original"]
+    assert {one["data.val_fraction"] for one in tuned} == {0.1}
+    with pytest.raises(ValueError, match="varies the steps of adaptations, and the rows mars have"):
+        declared("images", "--preset", "steps", "--rows", "further,mars")
+
+
+def test_unlabelled_data_are_for_adaptations(scratch):
+    found = stages(declared("images", "--unlabelled", "other", "--rows", "further"))
+    data = {name: one["data.class_path"] for name, one in found.items()}
+    assert {kind for name, kind in data.items() if "adapt" in name} == {
+        "datamodules.ImageFolderData"
+    }
+    assert "ImageFolderData" not in data["original"]  # it has the grid's own data
+    with pytest.raises(ValueError, match="the row supcon adapts with labels: leave it out"):
+        declared("images", "--unlabelled", "other", "--rows", "further,supcon")
+
+
+@pytest.mark.parametrize("every, expected", [(None, [2, 4, 6]), (1, [10 / 3, 20 / 3, 10])])
+def test_when_a_training_was_validated(every, expected):
+    trainer = SimpleNamespace(
+        check_val_every_n_epoch=every, val_check_interval=4, accumulate_grad_batches=2
+    )
+    assert measures.check_steps(trainer, 3, 10) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("kind", TABLE_9)

@@ -23,6 +23,11 @@ def test_recall_by_hand():
     assert recall(scores.T, texts, images, at=(1, 2)) == pytest.approx([2 / 4, 4 / 4])
 
 
+def test_a_diverged_model_recalls_nothing():
+    scores = torch.full((3, 20), torch.nan)
+    assert recall(scores, torch.arange(3), torch.arange(20)) == [0, 0, 0]
+
+
 @pytest.fixture
 def searched():
     model, (ids, mask) = small("retrieval"), tokens(6)

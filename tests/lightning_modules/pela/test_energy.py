@@ -62,6 +62,18 @@ def test_energy_keeps_more_at_no_more_parameters(ratio):
     assert sum(errors(dense, energy)) < 0.95 * sum(errors(dense, uniform))
 
 
+@pytest.mark.parametrize("ratio, multiple", [(10, 8), (8, 8), (4, 16)])
+def test_multiples_above_the_uniform_rank_keep_the_budget(ratio, multiple):
+    layers = [nn.Linear(64, 64) for _ in range(4)]
+    for i, layer in enumerate(layers):  # so that energy would move rank between them
+        nn.init.orthogonal_(layer.weight)
+        layer.weight.data *= torch.exp(-torch.arange(64) * 0.1 * i)[:, None]
+    model = nn.Sequential(*layers)
+    uniform = plan_uniform(model, ratio, multiple=multiple)
+    energy = plan_energy(model, ratio, multiple=multiple)
+    assert sum(energy.values()) <= sum(uniform.values())
+
+
 def test_moments_lower_every_layers_output_error(moments):
     dense = vit()
     plain = factorize(copy.deepcopy(dense))
