@@ -208,8 +208,11 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         "of PELA with other ranks or factors take PELA's). A term's share is the norm of its "
         "gradient over the sum of the terms' norms.",
     ]
-    shown = [one for one in unique(table, "set") if " κ " in one]
-    for name in shown:
+    sets = [one for one in unique(table, "set") if " κ " in one]
+    compressed = [row for row in ROWS if row not in ("chance", "dense")]
+    # a run of parts of the table has ratios at which nothing but the dense model was measured
+    shown = [name for name in sets if len(select(table, {"set": name, "row": compressed}))]
+    for name in shown or sets:
         text += comparison(table, name)
         scatter(
             select(table, {"set": name}),
@@ -263,7 +266,8 @@ def comparison(table: pd.DataFrame, name: str) -> list[str]:
         ],
     )
     compared.show(name)
-    return [f"## {name}", compared.markdown(), settings.markdown()]
+    tables = [one.markdown() for one in (compared, settings) if one.rows]
+    return [f"## {name}", *tables]
 
 
 SIGNS = {"alpha": "α", "beta": "β", "p": "p", "epsilon": "ε"}
