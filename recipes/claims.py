@@ -166,6 +166,8 @@ def judge(claim: Claim, table: pd.DataFrame) -> tuple[str, str, str]:
     compared = [test.difference(table) for test in tests]
     if not all(one.n for one in compared):
         return NOT_JUDGED, "", left_out or "not measured"
+    if any(one.diverged for one in compared):
+        return NOT_JUDGED, "", "a seed has diverged: its value is no finite number"
     words = [test.verdict(one) for test, one in zip(tests, compared, strict=True)]
     measured = "; ".join(test.text(one) for test, one in zip(tests, compared, strict=True))
     if REFUTED in words:

@@ -136,6 +136,8 @@ class RecipeCLI(LightningCLI):
         """Fill in settings that follow from others; warn if model and data disagree."""
         settings = self.config.get(self.subcommand, self.config)
         agree(settings)
+        # a folder that already has a last.ckpt must not get a last-v1.ckpt beside the stale one
+        settings.checkpoint.enable_version_counter = False
         if settings.checkpoint.monitor is None:
             settings.checkpoint.save_on_train_epoch_end = _saved_at_epoch_end(settings)
         if warning := other_normalisation(settings):
@@ -169,10 +171,10 @@ class RecipeCLI(LightningCLI):
             checkpoint.save_last = False
             settings = self.config.get(self.subcommand, self.config)
             changes = {"monitor": None, "filename": "last", "save_last": None, "save_top_k": 1}
-            changes["enable_version_counter"] = False
             changes["save_on_train_epoch_end"] = _saved_at_epoch_end(settings)
             copy = ModelCheckpoint(**{**settings.checkpoint.as_dict(), **changes})
             trainer.callbacks.append(copy)
+        trainer.callbacks.append(SaveEnd())
         return trainer
 
     def _parse_ckpt_path(self) -> None:
@@ -181,6 +183,23 @@ class RecipeCLI(LightningCLI):
         Lightning would silently replace them with the checkpoint's hyperparameters; the modules
         compare the two instead and refuse another model's checkpoint.
         """
+
+
+class SaveEnd(L.Callback):
+    """Brings last.ckpt up to date when training ends.
+
+    With checkpoint.every_n_train_steps Lightning leaves it at the last multiple of that number.
+    """
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save again if steps followed the last save."""
+        for one in trainer.checkpoint_callbacks:
+            callback: Any = one
+            path = callback.last_model_path or callback.best_model_path
+            if callback.monitor is not None or Path(path).name != "last.ckpt":
+                continue
+            if callback._last_global_step_saved != trainer.global_step:
+                trainer.save_checkpoint(path)
 
 
 def _saved_at_epoch_end(settings: Namespace) -> bool | None:

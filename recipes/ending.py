@@ -6,6 +6,7 @@ from typing import Any
 import lightning as L
 
 from callbacks.adapter import SaveAdapter, best_checkpoint
+from recipes.predict import has_answers
 
 
 def ending(trainer: L.Trainer, module: L.LightningModule) -> str:
@@ -32,6 +33,9 @@ def ending(trainer: L.Trainer, module: L.LightningModule) -> str:
     if chosen := best or last:
         if chosen.is_relative_to(Path.cwd()):
             chosen = chosen.relative_to(Path.cwd())  # as short as it can be typed
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if not (hasattr(data, "describe") and has_answers(type(module), data.describe())):
+            return "\n".join(lines)
         lines += [
             f"to predict:      python -m recipes predict --ckpt_path {chosen} PATH",
             f"to export:       python -m recipes export {chosen} FOLDER",

@@ -84,12 +84,12 @@ def show(run: "Run", start: float | None = None) -> None:
                     fill(group, groups)
                 console.print(f"\n[bold]{group.title}", highlight=False)
                 for line in text(group):
-                    console.print(f"  {line}", highlight=False)
+                    console.print(f"  {line}", highlight=False, markup=False)
     finally:
         torch.set_num_threads(threads)
     console.print()
     for line in summary(run, groups, start):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, markup=False)
 
 
 def grouped(stages: Sequence[Stage], scratch: Path) -> list[Group]:

@@ -11,6 +11,8 @@ OWNED = {  # settings that the experiment sets for each stage → what the user 
     "ckpt_path": "the same command continues by itself",
     "trainer.default_root_dir": "--out DIR says where to",
     "checkpoint.dirpath": "--out DIR says where to",
+    "checkpoint.save_last": "stages are continued and measured from their last checkpoint",
+    "trainer.enable_checkpointing": "stages are continued and measured from their last checkpoint",
     "config": "flags change settings, and a preset can be added to the YAML file",
     "c": "flags change settings, and a preset can be added to the YAML file",
 }

@@ -19,7 +19,7 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,8 @@ class Predictor:
             self.tokenizer = tokenizer_from(self.description["tokenizer"])
         if adapter is not None:
             load_adapter(self.module.model, adapter)
+        if granularity is not None and max_params is not None:
+            raise ValueError("granularity and max_params both choose a submodel: give one of them")
         if granularity is not None or max_params is not None:
             if getattr(self.module.hparams, "fractions", None) is None:
                 raise ValueError(f"{checkpoint} is no nested model: it has one granularity")
@@ -194,6 +196,12 @@ def device_of(name: str | None) -> torch.device:
     return torch.device(name)
 
 
+def has_answers(module: type[L.LightningModule], description: Mapping[str, Any]) -> bool:
+    """Whether `predict` can use a class of modules on data of this description."""
+    own = module.predict_step is not L.LightningModule.predict_step
+    return own or description["kind"] == "prompts"  # language models generate
+
+
 def described(checkpoint: str | Path) -> tuple[dict[str, Any], type[L.LightningModule]]:
     """A checkpoint's description of its data, and the class of its module.
 
@@ -211,8 +219,13 @@ def described(checkpoint: str | Path) -> tuple[dict[str, Any], type[L.LightningM
         if isinstance(state, dict) and {"description", "module"} <= state.keys():
             place, _, name = state["module"].rpartition(".")
             module = getattr(importlib.import_module(place), name)
-            if not issubclass(module, L.LightningModule) or not hasattr(module, "predict_step"):
+            if not issubclass(module, L.LightningModule):
                 break
+            if not has_answers(module, state["description"]):
+                raise ValueError(
+                    f"{checkpoint} is of {name}, which answers nothing: train a task on it, with "
+                    "--model.init_from and this checkpoint"
+                )
             return state["description"], module
     raise ValueError(
         f"{checkpoint} does not say what it was trained on: expected a checkpoint of a classifier "

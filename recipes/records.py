@@ -121,11 +121,14 @@ def _hashed(key: str, value: Any, references: Mapping[str, Any]) -> Any:
     """What a fingerprint hashes for a setting: its replacement, its file's state, or its value."""
     if (replacement := references.get(key)) is not None:
         return replacement
+    if isinstance(value, list):
+        return [_hashed(key, one, {}) for one in value]
     if not isinstance(value, str):
         return value
     if (replacement := references.get(value)) is not None:
         return replacement
-    for file in (Path(value), Path(value, "model.safetensors")) if value else ():
+    path = value.removeprefix("local-dir:")  # timm's name of a folder
+    for file in (Path(path), Path(path, "model.safetensors")) if value else ():
         if len(value) < 1024 and os.path.isfile(file):
             stat = file.stat()
             return [value, stat.st_size, stat.st_mtime_ns]
@@ -195,12 +198,20 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def read_history(folder: Path) -> dict[str, list[float]]:
-    """Every metric's values in order, over the metrics.csv of each process of a resumed stage."""
-    history: dict[str, list[float]] = {}
+    """Every metric's values in order, over the metrics.csv of each process of a resumed stage.
+
+    Steps that a killed process logged after its last checkpoint come again in the next one's log,
+    and count once.
+    """
+    lines: list[dict[str, str]] = []
     for file in sorted(folder.glob("log*/metrics.csv"), key=lambda file: int(file.parent.name[3:])):
         with file.open(newline="") as rows:
-            for row in csv.DictReader(rows):
-                for name, value in row.items():
-                    if value:
-                        history.setdefault(name, []).append(float(value))
+            new = list(csv.DictReader(rows))
+        again = min((int(line["step"]) for line in new if line.get("step")), default=math.inf)
+        lines = [line for line in lines if int(line.get("step") or 0) < again] + new
+    history: dict[str, list[float]] = {}
+    for line in lines:
+        for name, value in line.items():
+            if value:
+                history.setdefault(name, []).append(float(value))
     return history

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from scipy import stats
 
@@ -157,13 +158,18 @@ def by_seed(
         return lines.set_index("seed")["value"].sort_index()
     of_any_row = {name: value for name, value in conditions.items() if name != "row"}
     all_values = select(table, of_any_row)[mean_over].unique()
+    # a measured value that is no number, of a diverged run, differs from one that is missing
+    lines = lines.assign(value=lines["value"].fillna(math.inf))
     grid = lines.pivot(index="seed", columns=mean_over, values="value")
     return grid.reindex(columns=all_values).dropna().mean(axis=1)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A paired difference over seeds, with the 95 % interval of its mean (NaN for one seed)."""
+    """A paired difference over seeds, with the 95 % interval of its mean (NaN for one seed).
+
+    If a seed's value is not finite, since the run has diverged, the mean is NaN.
+    """
 
     mean: float
     low: float
@@ -171,10 +177,17 @@ class Difference:
     sd: float
     n: int
 
+    @property
+    def diverged(self) -> bool:
+        """Whether a seed's value is not finite."""
+        return self.n > 0 and math.isnan(self.mean)
+
     def text(self, scale: float = 1.0, digits: int = 1) -> str:
-        """ "+1.2 [+0.3, +2.1]"; without the interval for one seed."""
+        """ "+1.2 [+0.3, +2.1]"; without the interval for one seed; "diverged"."""
         if not self.n:
             return ""
+        if self.diverged:
+            return "diverged"
         if self.n == 1:
             return f"{self.mean * scale:+.{digits}f}"
         low, high = sorted((self.low * scale, self.high * scale))
@@ -191,10 +204,13 @@ def difference(
         reference: likewise, or a number. Seeds that only one of the two has are left out.
         confidence: confidence level of the interval.
     """
-    paired_values = (values - reference).dropna()
+    if isinstance(reference, pd.Series):
+        shared = values.index.intersection(reference.index)
+        values, reference = values[shared], reference[shared]
+    paired_values = values - reference
     n = len(paired_values)
-    if not n:
-        return Difference(math.nan, math.nan, math.nan, math.nan, 0)
+    if not n or not np.isfinite(paired_values).all():
+        return Difference(math.nan, math.nan, math.nan, math.nan, n)
     mean = float(paired_values.mean())
     if n == 1:
         return Difference(mean, math.nan, math.nan, math.nan, 1)

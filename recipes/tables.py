@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 from rich.console import Console
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from recipes.results import Where, by_seed, difference, select, title_of, unique
 
@@ -60,11 +61,14 @@ class Table:
 
     def show(self, title: str) -> None:
         """Print the table to the terminal."""
-        table = RichTable(title=title, title_justify="left", caption="\n".join(self.notes))
+        # texts, not markup: a user's sentence may hold square brackets
+        table = RichTable(
+            title=Text(title), title_justify="left", caption=Text("\n".join(self.notes))
+        )
         for place, name in enumerate(self.header):
-            table.add_column(name, justify="right" if place else "left")
+            table.add_column(Text(name), justify="right" if place else "left")
         for row in self.rows:
-            table.add_row(*row)
+            table.add_row(*map(Text, row))
         Console().print(table)
 
 

@@ -45,9 +45,14 @@ class Training:
 
 
 def train(training: Training, on_progress: ProgressCallback) -> None:
-    """Train a stage, or continue one that was killed."""
+    """Train a stage, or continue one that was killed.
+
+    Raises:
+        ValueError: if its checkpoint is a folder of shards, which no measurement can read.
+    """
     node, folder = training.node, training.node.folder
     last = node.checkpoint
+    require_one_file(last)
     resumed = last.is_file() and continues(last)
     if not resumed:  # remove what a killed process left without a checkpoint to resume from
         for old in folder.glob("log*"):
@@ -58,7 +63,7 @@ def train(training: Training, on_progress: ProgressCallback) -> None:
         "class_path": "lightning.pytorch.loggers.CSVLogger",
         "init_args": {"save_dir": str(folder), "name": "", "version": log_name},
     }
-    given = any(argument.startswith("--trainer.logger=") for argument in node.arguments)
+    given = node.settings.trainer.logger not in (None, True, False)
     args = ["fit", "-c", node.file, "--preset", node.preset, *node.arguments]
     args += [
         f"--seed_everything={node.seed}",
@@ -66,6 +71,9 @@ def train(training: Training, on_progress: ProgressCallback) -> None:
         f"--checkpoint.dirpath={last.parent}",
         f"--trainer.logger{'+' if given else ''}={json.dumps(logger if given else [logger])}",
     ]
+    if not training.several:
+        # "auto" would start a process for each GPU, and each would run the whole experiment
+        args += ["--trainer.devices=1", "--trainer.num_nodes=1"]
     if training.quiet:
         args += ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
     if resumed:
@@ -80,7 +88,21 @@ def train(training: Training, on_progress: ProgressCallback) -> None:
             logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
             logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
             run_stage(args, callbacks=[ReportProgress(on_progress)])
+        require_one_file(last)
     remove_copy(node)
+
+
+def require_one_file(checkpoint: Path) -> None:
+    """Raise an error if a checkpoint is a folder of shards.
+
+    Raises:
+        ValueError: naming the setting that writes one file.
+    """
+    if checkpoint.is_dir():
+        raise ValueError(
+            f"{checkpoint} is a folder of shards, which cannot be measured: add "
+            "--trainer.strategy.save_distributed_checkpoint false, and move that folder away"
+        )
 
 
 def remove_copy(node: Finished) -> None:
@@ -153,16 +175,20 @@ def timed(folder: Path) -> Iterator[None]:
     """
     start, others = time.monotonic(), OthersAtWork()
     ended, this_origin = False, origin()
+    record = read_record(folder)
+    if record.get("running"):  # a process was killed here, and its time is not known
+        record["alone"] = False
+    origins = record.get("made", [])
+    origins += [this_origin] * (this_origin not in origins)
+    write_record(folder, record | {"made": origins, "running": True})
     try:
         yield
         ended = True
     finally:
         record = read_record(folder)
         seconds = record["seconds"] + time.monotonic() - start
-        origins = record.get("made", [])
-        origins += [this_origin] * (this_origin not in origins)
         alone = record.get("alone", True) and others.absent()
-        record |= {"seconds": seconds, "finished": ended, "made": origins, "alone": alone}
+        record |= {"seconds": seconds, "finished": ended, "alone": alone, "running": False}
         write_record(folder, record)
 
 

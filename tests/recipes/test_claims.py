@@ -232,6 +232,16 @@ class TestPages:
             ledger.pages(root)
 
 
+@pytest.mark.parametrize("mean_over", ["", "set"])
+def test_a_seed_that_diverged_is_said_and_not_left_out(mean_over):
+    rows = {"a": [0.9, 0.91, 0.92, math.nan], "b": [0.1, 0.11, 0.12, 0.13]}
+    if mean_over:
+        rows = {f"{task}_{row}": values for task in ("RTE", "MRPC") for row, values in rows.items()}
+    test = Comparison("accuracy", "a", "b", mean_over=mean_over)
+    verdict, measured, reason = judge(claim(test), table(**rows))
+    assert (verdict, measured) == (NOT_JUDGED, "") and "a seed has diverged" in reason
+
+
 def test_this_repository_s_pages_agree_with_its_results():
     """`python -m recipes claims` has been run since results or claims were changed."""
     for page, text in ledger.pages().items():

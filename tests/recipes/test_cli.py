@@ -95,6 +95,24 @@ def test_the_last_checkpoint_is_the_last_one_when_the_best_is_kept_too(tmp_path)
 
 
 @pytest.mark.parametrize("monitor", [[], ["--checkpoint.monitor=val/accuracy"]], ids=["", "best"])
+def test_the_last_checkpoint_is_of_the_end_of_training(tmp_path, monitor):
+    """Also when it is saved every so many steps, and where the folder has an older one."""
+    every = ["--checkpoint.every_n_train_steps=4", "--checkpoint.every_n_epochs=null", *monitor]
+    for steps in (6, 7):
+        run("fit", tmp_path, *every, "--trainer.max_epochs=-1", f"--trainer.max_steps={steps}")
+        assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == steps
+    assert not list(tmp_path.glob("last-*"))
+
+
+def test_an_interrupted_run_continues_in_a_folder_that_was_moved(tmp_path):
+    run("fit", tmp_path / "a", "--trainer.max_epochs=1")
+    (tmp_path / "a").rename(tmp_path / "b")
+    last = tmp_path / "b" / "last.ckpt"
+    run("fit", tmp_path / "b", "--trainer.max_epochs=2", f"--ckpt_path={last}")
+    assert torch.load(last, weights_only=True)["global_step"] == 4
+
+
+@pytest.mark.parametrize("monitor", [[], ["--checkpoint.monitor=val/accuracy"]], ids=["", "best"])
 def test_epochs_without_validation_leave_a_checkpoint_too(tmp_path, monitor, monkeypatch):
     """A run that is killed before its first validation loses one epoch, not all."""
     monkeypatch.setattr(MatViT, "on_train_epoch_start", stopped_in_epoch_2, raising=False)

@@ -19,7 +19,7 @@ from recipes.results import (
     write,
     write_report,
 )
-from recipes.tables import Column, summary, tabulate
+from recipes.tables import Column, Table, summary, tabulate
 
 SCORES = {  # row → set → by seed
     "lora": {"RTE": [0.5, 0.6, 0.7], "MRPC": [0.8, 0.8, 0.8]},
@@ -137,6 +137,12 @@ class TestDifference:
         found = difference(pd.Series({0: 1.0, 2: 5.0}), pd.Series({1: 1.0, 2: 2.0}))
         assert (found.mean, found.n) == (3.0, 1) and math.isnan(found.low)
         assert difference(pd.Series({0: 1.0}), pd.Series({1: 1.0})).n == 0
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_a_diverged_seed_is_not_left_out(self, value):
+        found = difference(pd.Series([1.0, 1.1, value]), pd.Series([2.0, 2.1, 2.2]))
+        assert found.diverged and found.n == 3 and found.text() == "diverged"
+        assert not difference(pd.Series([1.0, 1.1]), pd.Series([2.0, 2.1])).diverged
 
     def test_paired_compares_every_row_with_the_reference(self):
         lines = paired(example(), "score", "lora", {"set": "RTE"})
@@ -278,3 +284,9 @@ def test_a_report_is_written_and_announced(tmp_path, capsys):
     path = write_report(tmp_path / "new", ["# Title", "", "Text"])
     assert path.read_text() == "# Title\n\nText\n"
     assert str(path) in capsys.readouterr().out
+
+
+def test_a_printed_table_shows_square_brackets(capsys):
+    Table(["text"], [["a [/quote] and [b]"]]).show("of [draft]")
+    said = capsys.readouterr().out
+    assert "a [/quote] and [b]" in said and "of [draft]" in said

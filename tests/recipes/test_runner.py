@@ -15,9 +15,10 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from recipes import experiment_plan, work
+from recipes.cli import parse
 from recipes.experiment import Experiment
 from recipes.messages import ExperimentFailed
-from recipes.records import read_history, read_record
+from recipes.records import read_history, read_record, write_record
 from recipes.results import Row, read
 from recipes.runner import run_experiment
 
@@ -254,6 +255,52 @@ def test_a_stage_whose_checkpoint_is_gone_is_trained_again(go, trainings):
     assert trainings.names[3:] == ["a"]
 
 
+def test_a_stage_takes_one_device_unless_told_otherwise(go, trainings):
+    """With `auto`, Lightning would start the whole experiment once for each GPU."""
+    go()
+    assert all("--trainer.devices=1" in call for call in trainings.calls)
+
+
+def test_ones_own_logger_stays_beside_the_table_s(go, trainings):
+    kind = "lightning.pytorch.loggers.TensorBoardLogger"
+    mine = json.dumps({"class_path": kind, "init_args": {"save_dir": "x"}})
+    for flag in (f"--trainer.logger={mine}", f"--trainer.logger+={mine}"):
+        go(flag)
+        _, _, file, _, preset, *arguments = trainings.calls[-1]
+        settings = parse(file, preset, arguments)
+        given = settings.trainer.logger
+        kinds = [one.class_path.rpartition(".")[2] for one in given]
+        assert kinds == ["TensorBoardLogger", "CSVLogger"]
+
+
+def test_a_checkpoint_in_shards_is_refused_and_kept(go, trainings):
+    folder = go("--only", "a").out / "seed0" / "a" / "checkpoints"
+    (folder / "last.ckpt").unlink()
+    (folder / "last.ckpt").mkdir()
+    write_record(folder.parent, {**read_record(folder.parent), "finished": False})
+    with pytest.raises(ExperimentFailed, match="folder of shards.*save_distributed_checkpoint fa"):
+        go("--only", "a")
+    assert (folder / "last.ckpt").is_dir()
+
+
+@pytest.mark.parametrize("flag", ["checkpoint.save_last", "trainer.enable_checkpointing"])
+def test_checkpoints_cannot_be_switched_off(go, flag):
+    with pytest.raises(ValueError, match="continued and measured from their last checkpoint"):
+        go(f"--{flag}", "false")
+
+
+def test_the_time_of_a_killed_process_is_unknown(tmp_path):
+    write_record(tmp_path, {"seconds": 0.0})
+    with pytest.raises(RuntimeError), work.timed(tmp_path):
+        raise RuntimeError
+    assert not read_record(tmp_path)["running"]
+    write_record(tmp_path, {**read_record(tmp_path), "alone": True, "running": True})  # SIGKILL
+    with work.timed(tmp_path):
+        assert read_record(tmp_path)["running"] and read_record(tmp_path)["made"]
+    record = read_record(tmp_path)
+    assert record["finished"] and not record["alone"] and not record["running"]
+
+
 def test_several_devices_train_in_a_process_of_their_own(go, trainings, monkeypatch):
     commands = []
 
@@ -332,6 +379,7 @@ if __name__ == "__main__":
     console(lambda: run_experiment(EXPERIMENT))
 """
 MODULE = """
+from recipes.cli import parse
 from recipes.experiment import Experiment
 from recipes.results import Row
 
