@@ -156,6 +156,8 @@ def save(
     _refuse_unknown(model, _build(submodel.parent))
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    for name in ("load.py", "manifest.json"):  # of a model that was saved here before
+        (folder / name).unlink(missing_ok=True)
     if library == "timm":
         lines, loader_entries = _save_timm(model, folder, classes, preprocessing, submodel)
     else:

@@ -106,6 +106,7 @@ def _statistics(architecture: str) -> Statistics | None:
     folder = architecture.removeprefix("local-dir:")
     if folder != architecture:
         return _statistics_of_folder(Path(folder))
+    architecture = architecture.removeprefix("hf-hub:timm/")  # timm's own models, on the hub
     config = timm.get_pretrained_cfg(architecture) if timm.is_model(architecture) else None
     return None if config is None else _mean_and_std(config.to_dict())
 

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -89,29 +89,31 @@ class LocalPool:
     Args:
         jobs: number of worker processes.
         threads: torch threads of each; by default OMP_NUM_THREADS, or the cores divided by jobs.
+        gpus: names of GPUs, which the processes get in turn, one each; all see all if it is empty.
     """
 
-    def __init__(self, jobs: int, threads: int | None = None):
-        self.jobs, self.threads = jobs, threads or threads_of(jobs)
+    def __init__(self, jobs: int, threads: int | None = None, gpus: Sequence[str] = ()):
+        self.jobs, self.threads, self.gpus = jobs, threads or threads_of(jobs), gpus
         self.waiting = ThreadPoolExecutor(jobs)  # one thread for each process waits for its results
-        self.idle: SimpleQueue[_Worker | None] = SimpleQueue()
+        self.idle: SimpleQueue[tuple[int, _Worker | None]] = SimpleQueue()
         self.workers: list[_Worker] = []
-        for _ in range(jobs):
-            self.idle.put(None)
+        for place in range(jobs):
+            self.idle.put((place, None))
 
     def submit(self, task: Task, on_progress: ProgressCallback) -> "Future[Any]":
         """Hand the task to a free process."""
         return self.waiting.submit(self._execute, task, on_progress)
 
     def _execute(self, task: Task, on_progress: ProgressCallback) -> Any:
-        worker = self.idle.get()
+        place, worker = self.idle.get()
         if worker is None or not worker.process.is_alive():
-            worker = _Worker(self.threads)
+            gpu = self.gpus[place % len(self.gpus)] if self.gpus else None
+            worker = _Worker(self.threads, gpu)
             self.workers.append(worker)
         try:
             return worker.execute(task, on_progress)
         finally:
-            self.idle.put(worker)
+            self.idle.put((place, worker))
 
     def stop(self) -> None:
         """Kill the processes, and what they have started."""
@@ -123,10 +125,13 @@ class LocalPool:
 class _Worker:
     """A worker process, which executes one task after the other."""
 
-    def __init__(self, threads: int):
+    def __init__(self, threads: int, gpu: str | None = None):
         context = multiprocessing.get_context("spawn")
         self.pipe, child = context.Pipe()
-        with STARTING, _environment(OMP_NUM_THREADS=str(threads)):
+        variables = {"OMP_NUM_THREADS": str(threads)}
+        if gpu is not None:
+            variables["CUDA_VISIBLE_DEVICES"] = gpu
+        with STARTING, _environment(**variables):
             self.process = context.Process(target=_worker_loop, args=(child, threads), daemon=False)
             self.process.start()
         child.close()
@@ -228,6 +233,16 @@ def _environment(**values: str) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def visible_gpus() -> list[str]:
+    """Names of the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES."""
+    import torch
+
+    if not (count := torch.cuda.device_count()):
+        return []
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",")[:count] if given else [str(place) for place in range(count)]
 
 
 def threads_of(jobs: int) -> int:

@@ -21,7 +21,14 @@ import pandas as pd
 
 from recipes import cli, experiment_plan, ledger, results
 from recipes.cluster import RayCluster
-from recipes.executors import Executor, InProcess, LocalPool, Task, TaskFailed
+from recipes.executors import (
+    Executor,
+    InProcess,
+    LocalPool,
+    Task,
+    TaskFailed,
+    visible_gpus,
+)
 from recipes.experiment import Experiment, Run, folder_name
 from recipes.flags import Flags, names_in
 from recipes.messages import ExperimentFailed
@@ -131,7 +138,10 @@ def executor_of(run: Run) -> Executor:
     """The executor that --cluster and --jobs select."""
     if run.options.cluster:
         return RayCluster(run.options.cluster, run.options.jobs)
-    return InProcess() if run.options.jobs == 1 else LocalPool(run.options.jobs)
+    if run.options.jobs == 1:
+        return InProcess()
+    gpus = [] if run.flags.several() else visible_gpus()
+    return LocalPool(run.options.jobs, gpus=gpus)
 
 
 def main(argv: list[str]) -> None:

@@ -53,6 +53,12 @@ def test_ranks_stand_in_the_manifest(tmp_path):
     assert manifest["architecture"] == "vit_tiny_patch16_224"
 
 
+def test_nothing_of_an_earlier_model_stays(tmp_path):
+    save(factorize(vit(), 2), tmp_path)
+    save(vit(), tmp_path)
+    assert not (tmp_path / "load.py").exists() and not (tmp_path / "manifest.json").exists()
+
+
 def test_what_is_not_plain_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match="vera_b is no parameter of VisionTransformer: merge and"):
         save(add_vera(vit(), 4, "attn.proj"), tmp_path / "a")

@@ -61,6 +61,14 @@ class TestNormalisation:
         assert transform(*self.weights, self.other[0])[0] == (0.5, 0.5, 0.5)
         assert other_normalisation(parse(FOLDER, overrides=[*self.weights])) is None
 
+    def test_timm_models_are_known_by_their_hub_name_too(self):
+        name = "vit_base_patch16_clip_224.openai"
+        given = [
+            transform(self.weights[0], f"--model.architecture={prefix}{name}")
+            for prefix in ("", "hf-hub:timm/")
+        ]
+        assert given[0] == given[1] and given[0][0][0] == pytest.approx(0.4815, abs=1e-4)
+
     def test_another_than_the_weights_is_said_with_the_cure(self):
         said = other_normalisation(parse(FOLDER, overrides=[*self.weights, *self.other]))
         assert said and "--data.mean [0.485, 0.456, 0.406]" in said and "(0.5, 0.5, 0.5)" in said
