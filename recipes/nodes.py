@@ -242,12 +242,13 @@ def nodes_in(values: Mapping[str, Any]) -> list[Node]:
     return list(nodes)
 
 
-def is_finished(node: Node) -> bool:
-    """Whether a node is finished with its current settings."""
-    record = read_record(node.folder)
+def is_finished(node: Node, folder: Path | None = None) -> bool:
+    """Whether a node is finished with its current settings, in its folder or in this one."""
+    folder = folder or node.folder
+    record = read_record(folder)
     if not record.get("finished") or record["fingerprint"] != node.fingerprint:
         return False
-    return not isinstance(node, Stage) or (node.folder / LAST).is_file()
+    return not isinstance(node, Stage) or (folder / LAST).is_file()
 
 
 def finished(node: Node) -> Finished:

@@ -7,6 +7,7 @@ changed starts anew; its old folder is kept under a numbered name.
 import argparse
 import contextlib
 import fcntl
+import glob
 import importlib
 import json
 import os
@@ -232,11 +233,24 @@ def _failures(failed: dict[Node, str], stopped: list[Node]) -> str:
 
 
 def skipped(node: Node) -> bool:
-    """Whether a node is finished already; if so, print that."""
+    """Whether a node is finished already; if so, print that.
+
+    A folder that was put aside, and has the node's settings again, takes its place back.
+    """
     if not is_finished(node):
-        return False
+        old = next((one for one in put_aside(node.folder) if is_finished(node, one)), None)
+        if old is None:
+            return False
+        if node.folder.exists():
+            node.folder.rename(_free_name(node.folder))
+        old.rename(node.folder)
     console.print(f"[dim]{node.title}: finished before, skipped")
     return True
+
+
+def put_aside(folder: Path) -> list[Path]:
+    """The folders of a node with other settings, which `prepare` has renamed."""
+    return sorted(folder.parent.glob(f"{glob.escape(folder.name)}.old*"))
 
 
 def task_of(node: Node, quiet: bool) -> Task:

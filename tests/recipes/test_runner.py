@@ -210,6 +210,15 @@ def test_changed_settings_begin_anew_and_the_old_folder_is_kept(go, trainings, c
     assert set(read(run.out).value[read(run.out).metric == "lr"]) == {0.75}
 
 
+def test_settings_of_before_find_their_results_again(go, trainings):
+    table = read(go().out)
+    go("--model.lr", "0.5")
+    count = len(trainings.calls)
+    assert read(go().out).equals(table) and len(trainings.calls) == count
+    go("--model.lr", "0.5")
+    assert len(trainings.calls) == count
+
+
 def test_a_comment_or_a_device_restarts_nothing(go, trainings, tmp_path):
     stage = tmp_path / "recipes" / "matvit.yaml"
     stage.parent.mkdir()
