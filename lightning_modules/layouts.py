@@ -360,3 +360,27 @@ def _width(name: str, module: nn.Module, path: str, dim: int) -> int:
         return width(module.get_submodule(path), dim)
     except ValueError as error:
         raise ValueError(f"{name}.{path}: {error}") from error
+
+
+# classes and modules whose forward passes read a linear layer's weight without calling the layer,
+# which would silently leave out what is added to the layer
+READ_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+READ_WEIGHTS_MODULES = (
+    "timm.models.beit",
+    "timm.models.eva",
+    "timm.models.swin_transformer_v2",
+)
+
+
+def uncalled_layers(model: nn.Module) -> set[str]:
+    """Names of the linear layers whose weights the modules around them read without calling them.
+
+    What is added to such a layer has no effect, or none in evaluation.
+    """
+    readers = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, READ_WEIGHTS) or type(module).__module__ in READ_WEIGHTS_MODULES
+    ]
+    linear = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    return {name for name in linear if inside(name, readers)}

@@ -75,7 +75,8 @@ def read_state_dict(source: str | Path) -> dict[str, Tensor]:
         state = {name: value for name, value in content.items() if torch.is_tensor(value)}
     if not state:
         raise ValueError(f"{path} holds no state_dict: expected a mapping of names to tensors")
-    if all(name.startswith("model.") for name in state):
+    # a transformers model's own names may all begin so: a Llama with tied embeddings
+    if path.suffix != ".safetensors" and all(name.startswith("model.") for name in state):
         state = {name.removeprefix("model."): value for name, value in state.items()}
     return state
 

@@ -29,15 +29,10 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from lightning_modules.layouts import inside, shape_of
+from lightning_modules.layouts import inside, shape_of, uncalled_layers
 
 Operation = Literal["add", "concat", "plug"]
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
-
-# classes and modules whose forward passes read a linear layer's weight without calling the layer,
-# which would silently leave out what is inserted there
-READ_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-READ_WEIGHTS_MODULES = ("timm.models.beit", "timm.models.eva")
 
 
 @dataclass
@@ -82,18 +77,14 @@ def linear_layers(model: nn.Module, heads: Sequence[str] = ()) -> dict[str, Any]
         heads: names of modules to leave out.
     """
     output = _output_layer(model)
-    uncalled = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, READ_WEIGHTS) or type(module).__module__ in READ_WEIGHTS_MODULES
-    ]
+    uncalled = uncalled_layers(model)
     return {
         name: module
         for name, module in model.named_modules()
         if type(module) in (nn.Linear, Conv1D)
         and module is not output
         and not inside(name, heads)
-        and not inside(name, uncalled)
+        and name not in uncalled
     }
 
 

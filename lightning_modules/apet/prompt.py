@@ -21,13 +21,20 @@ def add_prompt(model: nn.Module, tokens: int, seed: int) -> None:
     Their initial values are the embeddings of tokens drawn from the vocabulary, as in peft.
 
     Args:
-        model: a transformers encoder, decoder or encoder–decoder, with or without its head.
+        model: a transformers encoder, decoder or encoder–decoder, with or without its head, but no
+            decoder with a classifier: that reads the last token that is no padding, which it finds
+            by token ids, and these are not given with embedded input.
         tokens: number of rows.
         seed: of that draw.
 
     Raises:
-        ValueError: if the model does not embed tokens.
+        ValueError: if the model does not embed tokens, or is a decoder with a classifier.
     """
+    if isinstance(getattr(model, "score", None), nn.Linear):
+        raise ValueError(
+            f"{type(model).__name__} would classify by padding once its input has a prompt: use "
+            "LabelWordTuning, which answers by label words"
+        )
     embed = getattr(model, "get_input_embeddings", lambda: None)()
     if not isinstance(embed, nn.Embedding):
         raise ValueError(

@@ -35,7 +35,8 @@ def recompute_instead_of_saving(x: Tensor) -> Iterator[None]:
         return tuple(saved.shape) if is_x and saved.is_contiguous() else saved
 
     def unpack(saved: Any) -> Tensor:
-        return recompute().reshape(saved) if isinstance(saved, tuple) else saved
+        # a layer norm's statistics are in float32 on a GPU, whatever the type of x
+        return recompute().to(dtype).reshape(saved) if isinstance(saved, tuple) else saved
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

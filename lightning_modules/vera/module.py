@@ -24,10 +24,10 @@ from lightning_modules.optim import (
     training_steps,
     with_schedule,
 )
-from lightning_modules.tuning import Tuning, trainable, tune
+from lightning_modules.tuning import PEFT, Tuning, trainable, tune
 from lightning_modules.vera.method_args import ARGUMENTS, MethodArgs, complete, upgraded
 from lightning_modules.vera.scores import loss_of
-from lightning_modules.vera.targets import query_and_value
+from lightning_modules.vera.targets import query_and_value, resolve
 from lightning_modules.vera.vera import add_vera
 from lightning_modules.weights import (
     fingerprint,
@@ -138,7 +138,8 @@ class FineTuning(L.LightningModule):
             if self.pretrained:
                 load_weights(self.model, self.init_from)
             else:
-                given = load_completely(self.model, self.init_from, NOT_MERGED, optional=self.heads)
+                optional = [*self.heads, *self.default_heads(self.model)]
+                given = load_completely(self.model, self.init_from, NOT_MERGED, optional=optional)
                 self.model.at_random = frozenset(given.missing)  # type: ignore[assignment]
         self._adapt(self.model)
         if self.device_mesh is not None:
@@ -158,12 +159,22 @@ class FineTuning(L.LightningModule):
                 f"model.method_args has {unknown[0]!r}, which is no argument of method "
                 f"{h.method!r}: expected {', '.join(known) or 'none'}"
             )
-        targets = query_and_value(model) if h.targets is None else h.targets
+        if h.method == "apet" and "budget" not in arguments:
+            raise ValueError("method apet needs model.method_args.budget, for example 1000")
+        targets: Any = ()
+        if h.method == "vera" or h.method in PEFT:
+            targets = query_and_value(model) if h.targets is None else h.targets
         if h.method == "vera":
             add_vera(model, h.rank, targets, heads=self.heads, **arguments)
         else:
-            layers = [target.partition(":")[0] for target in targets]  # LoRA has no slices
+            # LoRA has no slices
+            layers = list(resolve(model, targets, self.heads)) if targets else []
             tune(model, h.method, self.heads, h.rank, layers, **arguments)
+        if not trainable(model):
+            raise ValueError(
+                f"method {h.method} trains nothing in this model: give model.heads, the names of "
+                "modules to train"
+            )
 
     def on_train_start(self) -> None:
         """Log the numbers of trainable parameters, `tuned` and `heads`."""
@@ -219,7 +230,7 @@ class FineTuning(L.LightningModule):
         in_a_head = {id(p) for n, p in trainable(self.model).items() if inside(n, self.heads)}
         groups = []
         for group in parameter_groups(self.model, h.weight_decay, h.decay_vectors):
-            for lr, is_head in ((h.lr, False), (h.head_lr or h.lr, True)):
+            for lr, is_head in ((h.lr, False), (h.lr if h.head_lr is None else h.head_lr, True)):
                 params = [p for p in group["params"] if (id(p) in in_a_head) == is_head]
                 if params:
                     groups.append({**group, "params": params, "lr": lr})

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lightning_modules.layouts import attentions, fused_slice, inside, shape_of
+from lightning_modules.layouts import attentions, fused_slice, inside, shape_of, uncalled_layers
 from lightning_modules.vera.layer import QKV, parse_slice
 
 Targets = str | Sequence[str] | Mapping[str, Sequence[str]]
@@ -125,15 +125,21 @@ def _matched(model: nn.Module, modules: Mapping[str, nn.Module], pattern: str) -
     """The names of the layers that a pattern matches.
 
     Raises:
-        ValueError: if one of them is linear, but of a type that VeRA does not know.
+        ValueError: if one of them is linear, but of a type that VeRA does not know, or its weight
+            is read without calling it.
     """
-    output = _output_layer(model)
+    output, uncalled = _output_layer(model), uncalled_layers(model)
     if pattern == ALL:
         matched = [name for name, module in modules.items() if module is not output]
     else:
         matched = [name for name in modules if _fits(name, pattern)]
     for name in matched:
         module: Any = modules[name]
+        if name in uncalled:
+            raise ValueError(
+                f"target {pattern!r} matches {name}, whose weight is read without calling the "
+                "layer, so that an adapter would have no effect: name other layers"
+            )
         linear = isinstance(module, nn.Linear | Conv1D) or hasattr(module, "in_features")
         if linear and not is_known(module):
             raise ValueError(

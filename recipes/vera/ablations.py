@@ -220,7 +220,8 @@ def sweep_report(
     if timed:
         where = {"set": tasks[0]}
         columns.append(Column("ms per update", "seconds per update", where, scale=1000, spread=""))
-        table = pd.concat([table, at_equal_time(table, tasks)], ignore_index=True)
+        swept = select(table, {"row": list(rows)})  # not the variants, which are timed too
+        table = pd.concat([table, at_equal_time(swept, tasks)], ignore_index=True)
         columns += [
             Column(
                 f"{task}, validation, at equal time", "score at equal time", {"set": task}, **style

@@ -5,6 +5,7 @@ import copy
 import pytest
 import timm
 import torch
+from safetensors.torch import save_file
 from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import nn
 
@@ -55,6 +56,15 @@ def test_what_is_tied_is_not_missing(tmp_path):
     torch.save({"embedding.weight": source.embedding.weight.data}, tmp_path / "weights.pt")
     assert load_weights(model, tmp_path / "weights.pt").missing == []
     assert torch.equal(model.head.weight, source.embedding.weight)
+
+
+def test_a_prefix_that_is_the_model_s_own_stays(tmp_path):
+    """Of a Llama with tied embeddings all names begin with "model."; a checkpoint's get it."""
+    state = {"model.norm.weight": torch.ones(2)}
+    save_file(state, tmp_path / "model.safetensors")
+    assert read_state_dict(tmp_path).keys() == state.keys()
+    torch.save({"state_dict": state}, tmp_path / "last.ckpt")
+    assert read_state_dict(tmp_path / "last.ckpt").keys() == {"norm.weight"}
 
 
 def test_what_must_be_complete(tmp_path):

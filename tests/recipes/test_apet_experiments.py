@@ -103,6 +103,12 @@ def test_scales_of_what_a_decoder_writes(tmp_path):
     assert "No standard deviation between methods: Prompt, LoRA, Adapter not trained." in text
 
 
+def test_a_decoder_answers_by_label_words(tmp_path):
+    flags = ("--models", "decoder-32", "--tasks", "SST-2", "--rows", "bitfit")
+    table, _ = run("scales", tmp_path, *flags)
+    assert 0 <= values(table, "score", "SST-2, decoder-32")["bitfit"] <= 1
+
+
 def test_a_collapsed_training_shuts_the_gate():
     """One of four seeds' trainings answers everything alike: the deviation means nothing."""
 

@@ -43,6 +43,7 @@ from lightning_modules.apet import (
 )
 from lightning_modules.apet.layer import product_elements
 from lightning_modules.apet.placement import Placement
+from lightning_modules.apet.prompt import add_prompt
 from lightning_modules.tuning import tune
 
 BERT = {
@@ -368,6 +369,14 @@ def test_adapters_are_plug():
             )
             both.get_submodule(f"{name}.adapter.down").bias.zero_()
     same_steps(ours, both)
+
+
+def test_a_decoder_with_a_classifier_takes_no_prompt():
+    """It would read the padding, and its answers depend on the batch."""
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 50, "pad_token_id": 0}
+    model = transformers.GPT2ForSequenceClassification(transformers.GPT2Config(**sizes))
+    with pytest.raises(ValueError, match="would classify by padding.*LabelWordTuning"):
+        add_prompt(model, 4, 0)
 
 
 def test_a_prompt_is_peft_s():

@@ -55,6 +55,19 @@ def test_gradients_are_those_of_inputs_that_are_kept(monkeypatch, kind, operatio
     torch.testing.assert_close(again, kept, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("operation", ["concat", "plug"])
+def test_statistics_of_another_type(operation):
+    """In bfloat16, CUDA's layer norm keeps them in float32, as the CPU's does for such weights."""
+    torch.manual_seed(0)
+    model = AutoModel.from_config(AutoConfig.for_model("bert", **SIZES["bert"]))
+    insert(model, 3000, 0, [operation]).bfloat16()
+    for module in model.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.float()
+    model(input_ids=torch.arange(24).view(2, 12)).last_hidden_state.sum().backward()
+    assert any(p.grad is not None for p in model.parameters())
+
+
 def test_it_takes_less_memory(monkeypatch):
     case, device = Case(4, 64, layers=2, hidden=128), torch.device("cpu")
 

@@ -2,9 +2,11 @@
 
 import copy
 import math
+import re
 
 import lightning as L
 import pytest
+import timm
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from scipy.stats import pearsonr, spearmanr
@@ -16,6 +18,7 @@ from callbacks.seeding import SeedEveryStep
 from lightning_modules.vera import ImageTuning, LanguageTuning, TextTuning
 from lightning_modules.vera.module import IGNORED
 from lightning_modules.vera.scores import classification_scores, loss_of
+from lightning_modules.vera.targets import resolve
 
 BERT = {
     "vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -398,3 +401,61 @@ def test_a_checkpoint_from_before_method_args_loads(tmp_path):
     module.on_load_checkpoint(old)
     with pytest.raises(ValueError, match="its method_args is"):
         text().on_load_checkpoint(old)
+
+
+def test_a_head_may_stand_still():
+    module = text(lr=0.1, head_lr=0.0)
+    module.trainer = FakeTrainer()
+    groups = module.configure_optimizers()["optimizer"].param_groups
+    assert {group["initial_lr"] for group in groups} == {0.1, 0.0}
+
+
+@pytest.mark.parametrize("name", ["beit_base_patch16_224", "swinv2_tiny_window8_256"])
+def test_layers_that_are_not_called_are_refused(name):
+    with torch.device("meta"):
+        model = timm.create_model(name, depth=1) if "beit" in name else timm.create_model(name)
+    with pytest.raises(ValueError, match="qkv, whose weight is read without calling the layer"):
+        resolve(model, ["qkv"], [])
+
+
+def test_layers_of_torch_s_own_blocks_are_refused():
+    """Their fast path of evaluation reads the weights."""
+    block = torch.nn.TransformerEncoderLayer(16, 2, 32)
+    with pytest.raises(ValueError, match="linear1, whose weight is read without calling"):
+        resolve(torch.nn.Sequential(block), ["linear1"], [])
+
+
+def test_targets_mean_the_same_to_lora_and_vera():
+    for targets in (["qkv", "blocks.*.mlp.fc1"], ["all-linear"]):
+        adapted = []
+        for method in ("vera", "lora"):
+            module = ImageTuning(
+                3, "vit_tiny_patch16_224", model_args=VIT, rank=4, method=method, targets=targets
+            )
+            module.configure_model()
+            trained = (n for n, p in module.model.named_parameters() if p.requires_grad)
+            adapted.append(
+                {re.split(r"\.(?:vera_|lora_)", n)[0] for n in trained if not n.startswith("head")}
+            )
+        assert adapted[0] == adapted[1] and len(adapted[0]) >= 4
+
+
+@pytest.mark.parametrize("method", ["full", "head", "bitfit"])
+def test_methods_without_targets_need_no_known_attention(method):
+    module = ImageTuning(3, "resnet18", method=method, rank=4)
+    module.configure_model()
+    assert any(p.requires_grad for p in module.model.parameters())
+
+
+def test_what_cannot_train_is_said():
+    with pytest.raises(ValueError, match="method head trains nothing in this model: give model.he"):
+        text(method="head", heads=[])
+    with pytest.raises(ValueError, match="apet needs model.method_args.budget"):
+        text(method="apet")
+
+
+def test_a_head_that_is_not_trained_in_full_may_be_missing(tmp_path):
+    """APET without heads starts from weights without a classifier (apet.counts)."""
+    weights = BertModel(BertConfig(**BERT)).state_dict()
+    torch.save({f"bert.{name}": value for name, value in weights.items()}, tmp_path / "mlm.pt")
+    text(method="apet", heads=[], method_args={"budget": 50}, init_from=str(tmp_path / "mlm.pt"))
