@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from lightning_modules import standalone
+from lightning_modules.apet import LabelWords
 from lightning_modules.matformer import export as submodels
 from lightning_modules.matformer import extract
 from lightning_modules.matformer.costs import layer_costs
@@ -108,12 +109,16 @@ def export(predictor: Predictor, out: Path, to: str | None, granularity: Any = N
         ValueError: if this model cannot be written in the format `to`.
     """
     model: Any = predictor.module.model
+    names, note = predictor.description.get("class_names") or None, ""
+    if isinstance(model, LabelWords):  # a language model, which has no classes of its own
+        words: Any = model.tokens
+        tokens = ", ".join(map(str, words.tolist()))
+        names, note, model = None, f"; its classes are the next tokens {tokens}", model.model
     if to in ("peft", "lora"):
         if not hasattr(model, "vera"):
             raise ValueError(f"--to {to}: this checkpoint has no VeRA adapter; leave --to out")
         (to_peft if to == "peft" else to_lora)(model, out)
         return f"adapter for peft: {out}"
-    names = predictor.description.get("class_names") or None
     if to in FILES:
         if predictor.kind != "images":
             raise ValueError(f"--to {to} writes image classifiers; leave it out for texts")
@@ -129,7 +134,7 @@ def export(predictor: Predictor, out: Path, to: str | None, granularity: Any = N
         submodels.save(model, granularity, *arguments)
     else:
         standalone.save(standalone.plain(model), *arguments)
-    return f"{library} folder: {out} (its README.md has the lines that load it)"
+    return f"{library} folder: {out} (its README.md has the lines that load it){note}"
 
 
 def _preprocessing(predictor: Predictor) -> dict[str, Any] | None:

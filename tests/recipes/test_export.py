@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_modules.apet import LabelWords
 from lightning_modules.matformer import extract
 from lightning_modules.matformer.nesting import nesting_of
 from lightning_modules.vera import strip
@@ -22,6 +23,7 @@ STAGES = {
     "low_rank": ["pela/finetune", "--model.ratio=2.0", "--data.batch_size=64"],
     "sentences": ["vera/glue", "--data.task=RTE", "--model.targets=[query]"],
     "prompts": ["vera/e2e", "--data.limit=40"],
+    "label_words": ["apet/decoder", '--model.method_args.operations=["add","concat"]'],
 }
 
 
@@ -43,6 +45,7 @@ CASES = {
     "low_rank": ("low_rank", []),
     "sentences": ("sentences", []),
     "prompts": ("prompts", []),
+    "label_words": ("label_words", []),
 }
 
 
@@ -69,7 +72,8 @@ def expected(checkpoint, inputs, granularity=None):
     module = Predictor(checkpoint, granularity, device="cpu").module
     with torch.no_grad():
         if isinstance(inputs, dict):
-            return module.model(**inputs).logits
+            words = isinstance(module.model, LabelWords)
+            return (module.model.model if words else module.model)(**inputs).logits
         return module.predict_step((inputs, torch.zeros(len(inputs), dtype=torch.long)), 0)
 
 
