@@ -194,11 +194,11 @@ class SaveEnd(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save again if steps followed the last save."""
         for one in trainer.checkpoint_callbacks:
-            callback: Any = one
-            path = callback.last_model_path or callback.best_model_path
-            if callback.monitor is not None or Path(path).name != "last.ckpt":
+            if not isinstance(one, ModelCheckpoint) or one.monitor is not None:
                 continue
-            if callback._last_global_step_saved != trainer.global_step:
+            path = one.last_model_path or one.best_model_path
+            behind = one._last_global_step_saved != trainer.global_step
+            if behind and Path(path).name == "last.ckpt":
                 trainer.save_checkpoint(path)
 
 

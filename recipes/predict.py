@@ -199,7 +199,7 @@ def device_of(name: str | None) -> torch.device:
 def has_answers(module: type[L.LightningModule], description: Mapping[str, Any]) -> bool:
     """Whether `predict` can use a class of modules on data of this description."""
     own = module.predict_step is not L.LightningModule.predict_step
-    return own or description["kind"] == "prompts"  # language models generate
+    return own or description.get("kind") == "prompts"  # language models generate
 
 
 def described(checkpoint: str | Path) -> tuple[dict[str, Any], type[L.LightningModule]]:

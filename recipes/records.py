@@ -122,7 +122,7 @@ def _hashed(key: str, value: Any, references: Mapping[str, Any]) -> Any:
     if (replacement := references.get(key)) is not None:
         return replacement
     if isinstance(value, list):
-        return [_hashed(key, one, {}) for one in value]
+        return [_hashed(key, one, references) for one in value]
     if not isinstance(value, str):
         return value
     if (replacement := references.get(value)) is not None:

@@ -19,6 +19,7 @@ from lightning_modules.optim import (
     with_schedule,
 )
 from lightning_modules.pela import factorize, low_rank_layers, plan_of
+from lightning_modules.pela.checkpoint import require_same_plan
 from lightning_modules.tuning import tune
 from lightning_modules.weights import refuse_another_model
 
@@ -129,16 +130,7 @@ class AlbefModule(L.LightningModule):
         if self.init_from is not None:
             load_albef(model, self.init_from)
         if low_rank_layers(model):
-            if h.ratio is not None:
-                raise ValueError(
-                    f"init_from {self.init_from} is low-rank already, so ratio {h.ratio:g} would "
-                    "do nothing: set model.ratio to null"
-                )
-            if h.ranks is not None and h.ranks != plan_of(model):
-                raise ValueError(
-                    f"init_from {self.init_from} is low-rank already, with ranks other than those "
-                    "given: set model.ranks to null"
-                )
+            require_same_plan(str(self.init_from), plan_of(model), h.ratio, h.ranks)
         elif h.ranks is not None:
             # without init_from a checkpoint is usually loaded next, so the quicker "randomized" is
             # enough; unlike "empty", it can also be trained if none is loaded

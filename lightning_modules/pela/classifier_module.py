@@ -76,13 +76,8 @@ class Classifier(BackboneModule):
         """Load a dense model's weights, and factorise it where ratio or ranks say so."""
         h = self.settings
         if self.init_from is not None:
-            low_rank, _ = start_from(model, self.init_from, h.ratio)
+            low_rank, _ = start_from(model, self.init_from, h.ratio, h.ranks)
             if low_rank:
-                if h.ranks is not None and h.ranks != low_rank:
-                    raise ValueError(
-                        f"init_from {self.init_from} is low-rank already, with ranks other than "
-                        "those given: set model.ranks to null"
-                    )
                 self.hparams["ranks"] = low_rank
                 return
         self.waits_for_checkpoint = bool(h.ranks) and self.init_from is None and not self.pretrained

@@ -223,7 +223,7 @@ class Chains:
         """
         settings = dict(self.grid["rows"][row])
         adaptation, candidates = settings.pop("from", None), settings.pop("candidates", [])
-        shared = {**self.settings, **(self.held_out() if select == "best" else {})}
+        shared = {**self.settings, **(self.held_out if select == "best" else {})}
         chain = self.adapt(adaptation, steps) if adaptation and steps != 0 else []
         varied = {
             **self.data,
@@ -272,10 +272,11 @@ class Chains:
                 candidates,
                 f"val/{self.metric}",
                 {**varied, "trainer.limit_val_batches": 1.0},
-                {**self.settings, **self.held_out()},
+                {**self.settings, **self.held_out},
             )
         )
 
+    @functools.cached_property
     def held_out(self) -> dict[str, Any]:
         """Settings that hold out a tenth of the training images, where the file holds out none.
 

@@ -19,12 +19,13 @@ import transformers
 from PIL import Image
 
 from datamodules.image_folders import ImageFolderData
-from lightning_modules.matformer import MatViT, extract
+from lightning_modules.matformer import MatLM, MatViT, extract
+from lightning_modules.self_distillation import Adaptation, Finetuning
 from recipes import cli
 from recipes.__main__ import dispatch
 from recipes.ending import ending
 from recipes.export import main as export
-from recipes.predict import Predictor, abridged, main, number
+from recipes.predict import Predictor, abridged, has_answers, main, number
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 COLORS = {"blue": (20, 30, 220), "green": (30, 200, 40), "red": (220, 20, 30)}
@@ -380,3 +381,9 @@ def test_with_a_stage_s_file_predict_is_lightning_s(monkeypatch):
         monkeypatch.setattr(sys, "argv", ["recipes", "predict", *command])
         dispatch()
     assert called == ["stage", "stage", ["--ckpt_path", "a", "b.png"]]
+
+
+def test_a_module_that_answers_nothing_is_known():
+    """Also where its data have no description."""
+    assert not has_answers(Adaptation, {}) and not has_answers(Adaptation, {"kind": "images"})
+    assert has_answers(Finetuning, {}) and has_answers(MatLM, {"kind": "prompts"})

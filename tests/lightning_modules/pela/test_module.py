@@ -520,6 +520,9 @@ def test_low_rank_weights_and_a_ratio_do_not_go_together(checkpoint, tmp_path):
     source = low_rank_source("folder", checkpoint, tmp_path)
     with pytest.raises(ValueError, match="low-rank already, so ratio 2 would do nothing: set"):
         classifier(init_from=source, ratio=2.0).configure_model()
+    module = classifier(init_from=source, ranks={"blocks.0.mlp.fc1": 1})
+    with pytest.raises(ValueError, match="ranks other than those given: set model.ranks to null"):
+        module.configure_model()
 
 
 def test_low_rank_weights_of_another_size(checkpoint, tmp_path):
