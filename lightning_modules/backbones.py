@@ -170,14 +170,17 @@ def text_inputs(batch: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
     """A batch's keyword arguments for a transformers model: all but its labels.
 
     Raises:
-        ValueError: if a text is longer than the model has positions for.
+        ValueError: if a text is longer than the model has positions for, those of its prompt
+            excepted.
     """
     length = batch["input_ids"].shape[1]
     longest = getattr(model.config, "max_position_embeddings", None)
-    if longest is not None and length > longest:
+    prompt = len(getattr(model, "apet_prompt", ()))  # soft tokens before the text
+    if longest is not None and prompt + length > longest:
+        before = f" after a prompt of {prompt}" * bool(prompt)
         raise ValueError(
-            f"a text has {length} tokens and the model {longest} positions: set data.max_length to "
-            f"{longest} or less"
+            f"a text has {length} tokens{before} and the model {longest} positions: set "
+            f"data.max_length to {longest - prompt} or less"
         )
     return {name: value for name, value in batch.items() if name != "labels"}
 

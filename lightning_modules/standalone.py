@@ -58,6 +58,7 @@ def load(folder=Path(__file__).parent):
         tensors[name].data = value
     return model.eval()
 '''
+FIRST_LINE = 'folder = "."  # the folder of this file'  # of the code in an exported README.md
 BUILD = {
     "timm": '    model = timm.create_model(manifest["architecture"], **manifest["model_args"])',
     "transformers": """\
@@ -288,7 +289,7 @@ def _readme(
     low_rank: int,
     submodel: Submodel,
 ) -> str:
-    code = "\n".join(['folder = "."  # the folder of this file', *lines])
+    code = "\n".join([FIRST_LINE, *lines])
     named = f" Classes: {', '.join(classes)}." if classes else ""
     kind = f", {low_rank} of its layers of low rank" if low_rank else ""
     return (

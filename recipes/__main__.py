@@ -2,7 +2,10 @@
 
 import difflib
 import importlib
+import logging
 import sys
+
+from lightning.pytorch.utilities import rank_zero_only
 
 from recipes.cli import main
 from recipes.ending import ending
@@ -56,9 +59,19 @@ def dispatch() -> None:
     if verb in VERBS and not (verb == "predict" and has_config):
         importlib.import_module(VERBS[verb]).main(arguments)
         return
+    show_log()
     stage = main()
     if verb == "fit" and stage.trainer.is_global_zero:
         print(ending(stage.trainer, stage.model))
+
+
+def show_log() -> None:
+    """Print what the first process logs: which initial weights fitted, where an adapter is."""
+    handler = logging.StreamHandler()
+    handler.addFilter(lambda record: getattr(rank_zero_only, "rank", 0) == 0)
+    log = logging.getLogger("lightning_modules")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
 
 
 if __name__ == "__main__":

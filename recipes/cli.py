@@ -10,7 +10,6 @@ each preset changes; they override the top as a second -c would. A preset with `
 overrides the preset of that name.
 """
 
-import logging
 import sys
 import warnings
 from collections.abc import Sequence
@@ -412,7 +411,6 @@ def main(args: Sequence[str] | None = None, callbacks: Sequence[L.Callback] = ()
     """
     args = with_classes(expanded(sys.argv[1:] if args is None else args))
     torch.set_float32_matmul_precision("high")
-    logging.getLogger("lightning_modules").setLevel(logging.INFO)
     try:
         return RecipeCLI(args, callbacks)
     except SystemExit as stop:

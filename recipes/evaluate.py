@@ -18,7 +18,7 @@ import pandas as pd
 from lightning_modules.matformer import extract
 from lightning_modules.matformer.nest import nesting_of
 from recipes import results
-from recipes.generate import granularity, load
+from recipes.generate import load
 from recipes.nodes import device
 from recipes.results import Row, tidy
 from recipes.tables import Column, Table, tabulate
@@ -40,8 +40,7 @@ def main(argv: Sequence[str] | None = None) -> pd.DataFrame:
     sizes = {"all": model}
     if options.granularity:
         nesting = nesting_of(model)
-        chosen = [granularity(one) for one in options.granularity]
-        sizes = {nesting.label(one): extract(model, one) for one in chosen}
+        sizes = {nesting.label(one): extract(model, one) for one in options.granularity}
     rows = [
         row
         for label, submodel in sizes.items()
@@ -68,7 +67,7 @@ def command_line() -> argparse.ArgumentParser:
         "--granularity",
         nargs="+",
         metavar="G",
-        help="sizes of a nested model: S, M, … or 0,0,1,1 by layer; without it the largest",
+        help="sizes of a nested model: S, M, … or S*6+M*6; without it the largest",
     )
     add("--shots", type=int, default=1, metavar="N", help="solved examples per prompt; default 1")
     add("--limit", type=int, metavar="N", help="only the first N examples of a task")

@@ -3,8 +3,8 @@
 Stages whose settings differ only in COSTLESS ones (seed, learning rate) form a group, and one stage
 of each group is measured by running a few steps (recipes/plan.py). If that stage starts from the
 checkpoint of a stage that has not run yet, it starts instead from the checkpoint that the measured
-steps of that stage left. If it needs a file that a measurement will write, it is measured without
-that file, and the plan notes it.
+steps of that stage left. If it needs a file that a measurement will write, it is measured with what
+its YAML file has in that setting, and the plan notes it.
 """
 
 import os
@@ -146,16 +146,21 @@ def fill(group: Group, groups: Sequence[Group]) -> None:
         return str(checkpoints[0]) if checkpoints and checkpoints[0].is_file() else None
 
     substitutes = {}  # path of a substitute checkpoint → what it stands for
+    unwritten = []  # flags whose files cannot be had yet
     for key, value in stage.values().items():
         if (maker := maker_of(value)) is None or is_finished(maker):
             continue
         if (path := resolve(value)) is None:
-            reason = f"{maker.name} has not written it yet"
-            group.unknown.append(f"{stage.name}: measured without {key}: {reason}")
+            unwritten.append(f"--{key}")
+            group.unknown.append(
+                f"{stage.name}: measured with {stage.config}.yaml's own {key}, since "
+                f"{maker.name} has not been run yet"
+            )
         else:
             substitutes[path] = f"the checkpoint that {maker.name} will write"
     try:
         arguments = [*stage.arguments(resolve), f"--seed_everything={stage.seed}"]
+        arguments = [one for one in arguments if one.partition("=")[0] not in unwritten]
         if stage.run.options.jobs > 1:
             arguments.append("--trainer.enable_progress_bar=false")
         group.reads = files(str(stage.file), stage.run.preset, arguments)

@@ -149,9 +149,14 @@ def _preprocessing(predictor: Predictor) -> dict[str, Any] | None:
 
 
 def is_export(folder: Path) -> bool:
-    """Whether an earlier export wrote this folder, so that it may be overwritten."""
-    names = ("config.json", "adapter_config.json", "latency.json")
-    return any((folder / name).is_file() for name in names)
+    """Whether an earlier export wrote this folder, so that it may be overwritten.
+
+    A folder of pre-trained weights has a config.json and a README.md, too, but not this README.md.
+    """
+    readme, names = folder / "README.md", {file.name for file in folder.iterdir()}
+    if readme.is_file():
+        return standalone.FIRST_LINE in readme.read_text(encoding="utf-8", errors="replace")
+    return names <= {"adapter_config.json", "adapter_model.safetensors", "latency.json"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -165,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("checkpoint", metavar="CKPT", help="checkpoint of a run, such as RUN/checkpoints/last.ckpt")
     add("out", metavar="OUT", help="the folder, or the .onnx or .pt2 file")
     add("--to", choices=KINDS, help="default: the library that the model comes from")
-    add("--granularity", metavar="NAME", help="submodel of a nested model, such as S")
+    add("--granularity", metavar="NAME", help="size of a nested model, such as S or S*6+M*6")
     add("--max_params", type=number, metavar="N", help="largest submodel of at most N: 12M")
     add("--max_macs", type=number, metavar="N", help="likewise, by multiply-adds per input: 2G")
     add("--max_ms", type=number, metavar="T", help="likewise, by milliseconds of a batch of two")

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> str:
     options = command_line().parse_args(argv)
     model, tokenizer = load(options.model)
     if options.granularity is not None:
-        set_granularity(model, granularity(options.granularity))
+        set_granularity(model, options.granularity)
     prompt = sys.stdin.read() if options.prompt is None else options.prompt
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
     if not ids.numel():
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> str:
     draft: Any = None
     if options.draft is not None:
         is_path = Path(options.draft).exists()
-        draft = load(options.draft)[0].to(target_device) if is_path else granularity(options.draft)
+        draft = load(options.draft)[0].to(target_device) if is_path else options.draft
     draft_options = (options.draft, options.draft_layers, options.draft_vocabulary)
     drafts = any(one is not None for one in draft_options)
     record = SpeculationRecord()
@@ -90,7 +90,7 @@ def command_line() -> argparse.ArgumentParser:
     add("model", metavar="CKPT", help="a checkpoint of MatLM, or a folder of transformers")
     add("--prompt", metavar="TEXT", help="default: the standard input")
     add("--tokens", type=int, metavar="N", help="new tokens at most; default 128, or what fits")
-    add("--granularity", metavar="G", help="size that generates: XL (default), L, … or 0,0,1,1")
+    add("--granularity", metavar="G", help="size that generates: XL (default), L, S*6+M*6")
     add("--draft", metavar="G", help="draft model: a granularity, a checkpoint or a folder")
     add("--draft-layers", type=int, metavar="N", help="draft with only the first N layers")
     add("--draft-vocabulary", type=int, metavar="N", help="draft only token ids below N")
@@ -117,12 +117,6 @@ def load(source: str) -> tuple[Any, Any]:
         raise ValueError(f"{source} is a checkpoint of {module.__name__}, expected one of MatLM")
     model = MatLM.load_from_checkpoint(source, map_location="cpu", weights_only=True).model
     return model.eval(), tokenizer_from(description["tokenizer"])
-
-
-def granularity(text: str) -> str | list[int]:
-    """ "S" or "0,0,1,3" as `set_granularity` takes it."""
-    parts = text.split(",")
-    return [int(part) for part in parts] if all(part.isdigit() for part in parts) else text
 
 
 def draft_length(text: str) -> Any:

@@ -3,7 +3,7 @@
     python -m recipes predict --ckpt_path RUN/checkpoints/last.ckpt ~/new_pictures
     python -m recipes predict --ckpt_path RUN/checkpoints/last.ckpt reviews.csv --text review
     echo "well made and quick" | python -m recipes predict --ckpt_path … -
-    … --granularity M, or --max_params 12M     a submodel of a nested model
+    … --granularity 'S*6+M*6', or --max_params 12M   a submodel of a nested model
     … --adapter FOLDER                         another VeRA adapter on the same base
 
     predictor = Predictor("RUN/checkpoints/last.ckpt")
@@ -69,7 +69,8 @@ class Predictor:
 
     Args:
         checkpoint: checkpoint of a run on images, sentences or prompts.
-        granularity: submodel of a nested model: a name, or an index for each layer; None: largest.
+        granularity: size of a nested model: "S", a label such as "S*6+M*6", or an index for each
+            layer; None: the largest.
         max_params: in place of `granularity`, the Mix'n'Match submodel with at most so many
             parameters.
         adapter: a folder of `save_adapter`, whose vectors and heads replace the checkpoint's.
@@ -384,7 +385,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--batch_size", type=int, default=32, metavar="N", help="inputs at once; default 32")
     add("--text", metavar="COLUMN", help="text column of a table; default: as in training")
     add("--pair", metavar="COLUMN", help="column of the second sentence of a pair")
-    add("--granularity", metavar="NAME", help="submodel of a nested model; default the largest")
+    add(
+        "--granularity",
+        metavar="NAME",
+        help="size of a nested model: S, S*6+M*6; default the largest",
+    )
     add("--max_params", type=number, metavar="N", help="largest submodel of at most N: 12M")
     add("--adapter", metavar="DIR", help="a VeRA adapter of the same base model")
     add("--max_new_tokens", type=int, default=64, metavar="N", help="new tokens; default 64")

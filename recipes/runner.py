@@ -56,8 +56,6 @@ def run_experiment(experiment: Experiment, argv: list[str] | None = None) -> Run
         experiment_plan.show(run)
         return run
     with locked(run):
-        saved = {"experiment": experiment.name, "command": run.command}
-        write_atomically(run.out / RUN, json.dumps(saved) + "\n")
         copy_files(run)
         execute(run, executor_of(run))
         if (table := table_of(run)).empty:
@@ -309,8 +307,14 @@ def table_of(run: Run) -> pd.DataFrame:
 
 
 def write_table(run: Run) -> None:
-    """Write results.csv from the finished measurements."""
-    results.write(run.out / ROWS, table_of(run))
+    """Write results.csv from the finished measurements, and run.json with the command.
+
+    Until there is a row, those of an earlier run with other settings stay.
+    """
+    if len(table := table_of(run)):
+        results.write(run.out / ROWS, table)
+        saved = {"experiment": run.name, "command": run.command}
+        write_atomically(run.out / RUN, json.dumps(saved) + "\n")
 
 
 def write_report(experiment: Experiment, run: Run, table: pd.DataFrame) -> None:

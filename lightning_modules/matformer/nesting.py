@@ -120,11 +120,15 @@ class Nesting:
 
         Args:
             granularity: one name or index for all layers; one index for each layer, in the order
-                of `layers`; or a dict of these by axis (axes left out get the largest).
+                of `layers`, also as a text such as "0,0,1,1"; a label such as "S*6+M*6"; or a dict
+                of these by axis (axes left out get the largest).
 
         Raises:
             ValueError: for an unknown name, index or axis, or a list of another length.
         """
+        if isinstance(granularity, str) and ":" in granularity:  # a label of several axes
+            parts = [part.partition(":") for part in granularity.split(",")]
+            granularity = {axis: label for axis, _, label in parts}
         if not isinstance(granularity, Mapping):
             return self._indices(granularity, len(self.layers))
         for axis in granularity:
@@ -146,11 +150,7 @@ class Nesting:
     def _indices(self, granularity: Any, layers: int) -> list[int]:
         names = self.names
         if isinstance(granularity, str):
-            if granularity not in names:
-                raise ValueError(
-                    f"unknown granularity {granularity!r}: this model has {', '.join(names)}"
-                )
-            return [names.index(granularity)] * layers
+            granularity = self._parsed(granularity)
         chosen = [granularity] * layers if isinstance(granularity, int) else list(granularity)
         if len(chosen) != layers:
             raise ValueError(
@@ -165,8 +165,26 @@ class Nesting:
                 )
         return chosen
 
+    def _parsed(self, text: str) -> int | list[int]:
+        """The index for all layers that a name means, or the list that a label or text means."""
+        names, numbers = self.names, text.split(",")
+        if text in names:
+            return names.index(text)
+        runs = [part.partition("*") for part in text.split("+")]
+        if all(name in names and count.isdigit() for name, _, count in runs):
+            return [names.index(name) for name, _, count in runs for _ in range(int(count))]
+        if all(number.isdigit() for number in numbers):
+            return [int(number) for number in numbers]
+        raise ValueError(
+            f"unknown granularity {text!r}: this model has {', '.join(names)}, and mixes of them "
+            f"by layer such as {names[0]}*6+{names[-1]}*6"
+        )
+
     def label(self, granularity: Granularity) -> str:
-        """A short name: "M"; "M*8+L*4" for a list; "heads:M,ffn:L" where axes differ."""
+        """A short name: "M"; "M*8+L*4" for a list; "heads:M,ffn:L" where axes differ.
+
+        `resolve` understands it.
+        """
         chosen = self.resolve(granularity)
         if len(set(chosen)) == 1 or len(self.axes) == 1:
             return self._runs(chosen)

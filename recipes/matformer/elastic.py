@@ -42,6 +42,7 @@ from recipes.matformer.language import (
     sizes,
     submodels,
 )
+from recipes.matformer.starts import nested_settings
 from recipes.matformer.submodels import ladder
 from recipes.messages import console
 from recipes.nodes import device
@@ -111,7 +112,7 @@ def declare(run: Run) -> None:
     """Declare sorting the decoder's neurons, then the training and scores of every row."""
     grid = run.grid("elastic_grid")
     rows = run.rows(ROWS)
-    settings = run.parsed("elastic")
+    settings = nested_settings(run, "elastic")
     for seed in run.seeds:
         base = {}
         if grid["base"]:

@@ -32,6 +32,7 @@ from recipes.matformer.matlm_measures import (
     measure_training,
 )
 from recipes.matformer.scaling import fit_report
+from recipes.matformer.starts import nested_settings
 from recipes.messages import console
 from recipes.provenance import provenance
 from recipes.results import select
@@ -157,6 +158,7 @@ def declare(run: Run) -> None:
     """Declare the training and the measurements of every row, for each seed."""
     main = [*NESTED, INDEPENDENT, *PROBABILITIES]
     rows = run.rows([*main, "widths"], ROWS.get(run.preset, main))
+    nested_settings(run, "matlm")
     for seed in run.seeds:
         stages = {row: nested(run, row, seed) for row in rows if row in (*NESTED, *PROBABILITIES)}
         alone = {}

@@ -1,4 +1,4 @@
-"""Initial weights of nested models and of plain ones of their sizes, from a pre-trained ViT."""
+"""What an experiment's nested and plain models start from: settings, and a ViT's weights."""
 
 from collections.abc import Iterable
 from itertools import islice
@@ -20,6 +20,21 @@ from recipes.results import Row
 BATCHES = 8  # of training images, on which importance is measured
 
 
+def nested_settings(run: Run, config: str) -> Namespace:
+    """The settings in a YAML file, with the user's flags, of an experiment on a nested model.
+
+    Raises:
+        ValueError: if they nest nothing.
+    """
+    settings = run.parsed(config)
+    if settings.model.init_args.fractions is None:
+        raise ValueError(
+            f"{config}: model.fractions is null, expected the widths to nest: this experiment "
+            "trains nested models, and its plain rows without this flag"
+        )
+    return settings
+
+
 def starts(run: Run, seed: int, part: str = "ffn") -> dict[str, Artifact]:
     """The files from which models of each size start; empty where training is from scratch.
 
@@ -31,7 +46,7 @@ def starts(run: Run, seed: int, part: str = "ffn") -> dict[str, Artifact]:
         seed: of the run, which draws the images that importance is measured on.
         part: what is nested, and sorted: "ffn" or "heads".
     """
-    settings = run.parsed("matvit")
+    settings = nested_settings(run, "matvit")
     if settings.model.init_args.init_from is None:
         return {}
     given = {"model": settings.model.init_args.as_dict(), "data": settings.data.as_dict()}

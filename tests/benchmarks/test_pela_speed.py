@@ -16,22 +16,24 @@ def test_quick(capsys, monkeypatch):
     text = capsys.readouterr().out
     assert "`python -m benchmarks.pela_speed --quick` ·" in text
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if "| vit_tiny" in line]
-    assert len(rows) == 2 + len(pela_speed.SYSTEMS) + 1
-    for row in rows[:2]:
-        expected, found, share = map(float, row[2:5])
+    assert len(rows) == 4 + len(pela_speed.SYSTEMS) + 1
+    assert [row[1] for row in rows[:4]] == 2 * ["the paper's", "multiples of 16"]
+    assert float(rows[0][3]) < float(rows[1][3])  # ranks are rounded down
+    for row in rows[:4]:
+        expected, found, share = map(float, row[3:6])
         assert share == pytest.approx(found / expected, abs=2e-3)
-        assert row[5] == ("met" if found >= 0.9 * expected else "missed")
-    assert [row[6] for row in rows[2:6]] == ["1.000", "1.000", "0.500", "0.500"]
-    assert all(re.fullmatch(r"\d+\.\d{3}", row[3]) for row in rows[2:6])
+        assert row[6] == ("met" if found >= 0.9 * expected else "missed")
+    assert [row[6] for row in rows[4:8]] == ["1.000", "1.000", "0.500", "0.500"]
+    assert all(re.fullmatch(r"\d+\.\d{3}", row[3]) for row in rows[4:8])
     assert rows[-1][1] == "48"
 
 
 def small(build):
     """Few layers are enough to see that it runs."""
 
-    def built(self, low_rank, device):
+    def built(self, *arguments):
         self.model_args["depth"] = 1
-        return build(self, low_rank, device)
+        return build(self, *arguments)
 
     return built
 

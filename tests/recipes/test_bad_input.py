@@ -131,3 +131,12 @@ def test_the_overview_names_every_verb(capsys, monkeypatch):
     dispatch()
     shown = capsys.readouterr().out
     assert all(re.search(rf"^  .*\b{verb}\b", shown, re.M) for verb in (*STAGE, *VERBS))
+
+
+def test_what_was_loaded_is_printed(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    again = f"{IMAGES} --data.root good{SMALL} --checkpoint.dirpath again --model.init_from {RUN}"
+    monkeypatch.setattr(sys, "argv", ["recipes", *shlex.split(again)])
+    dispatch()
+    assert f"loaded {RUN}: " in (shown := capsys.readouterr().err)
+    assert "tensors loaded" in shown

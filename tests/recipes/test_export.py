@@ -183,6 +183,19 @@ def test_a_file_in_the_folder_s_place_is_said(checkpoints, tmp_path):
     assert (tmp_path / "taken").read_text() == "x"
 
 
+def test_only_an_export_is_written_over(checkpoints, tmp_path):
+    """Not a downloaded model, whose folder has a config.json and a README.md as well."""
+    for name in ("config.json", "README.md"):
+        (tmp_path / name).write_text("{}")
+    arguments = [str(checkpoints["nested"]), str(tmp_path)]
+    with pytest.raises(ValueError, match="holds other files: expected a new folder"):
+        main(arguments)
+    assert (tmp_path / "config.json").read_text() == "{}"
+    for name, to in (("nested", []), ("sentences", ["--to", "lora"])):
+        for _ in range(2):
+            main([str(checkpoints[name]), str(tmp_path / name), *to])
+
+
 def test_a_missing_checkpoint_is_said(tmp_path):
     with pytest.raises(FileNotFoundError, match="is not there"):
         main([str(tmp_path / "none.ckpt"), str(tmp_path / "out")])

@@ -199,6 +199,14 @@ def test_only_feed_forward_layers_have_independent_models_of_their_sizes():
         declared("matvit", "--model.part=heads").check()
 
 
+def test_an_experiment_on_nested_models_refuses_to_nest_nothing():
+    for name in ("matvit", "retrieval"):
+        with pytest.raises(
+            ValueError, match="matvit: model.fractions is null, expected the widths"
+        ):
+            declared(name, "--model.fractions=null")
+
+
 def test_epochs_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="trainer.max_epochs 10 must be a multiple of 4"):
         declared("matvit", "--trainer.max_epochs=10").check()

@@ -346,6 +346,15 @@ def test_nothing_undoes_the_sorting():
         started.check()
 
 
+def test_an_experiment_on_nested_models_refuses_to_nest_nothing():
+    for module, name in {elastic: "elastic", matlm: "matlm"}.items():
+        started = command_line(module.EXPERIMENT, [f"--{name}.model.fractions=null"])
+        with pytest.raises(
+            ValueError, match="model.fractions is null, expected the widths to nest"
+        ):
+            module.declare(started)
+
+
 def test_sorting_changes_the_order_and_not_the_function(made_elastic):
     table = read(made_elastic.out)
     loss = values(table, "loss")

@@ -210,6 +210,19 @@ def test_changed_settings_begin_anew_and_the_old_folder_is_kept(go, trainings, c
     assert set(read(run.out).value[read(run.out).metric == "lr"]) == {0.75}
 
 
+def test_the_old_table_stays_until_there_is_a_new_row(go, trainings):
+    out = go().out
+    before = [(out / name).read_text() for name in ("results.csv", "run.json")]
+    trainings.fails = RuntimeError("no memory")
+    with pytest.raises(ExperimentFailed):
+        go("--model.lr", "0.5")
+    assert [(out / name).read_text() for name in ("results.csv", "run.json")] == before
+    trainings.fails = None
+    go("--model.lr", "0.5")
+    assert "--model.lr 0.5" in (out / "run.json").read_text()
+    assert set(read(out).value[read(out).metric == "lr"]) == {0.5}
+
+
 def test_settings_of_before_find_their_results_again(go, trainings):
     table = read(go().out)
     go("--model.lr", "0.5")

@@ -205,7 +205,12 @@ def test_training_cost_of_the_paper():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("XXL", "unknown granularity 'XXL': this model has S, M, L, XL"),
+        ("XXL", "unknown granularity 'XXL': this model has S, M, L, XL, and .* as S[*]6[+]XL[*]6"),
+        ("S*1+XXL*2", "unknown granularity 'S[*]1[+]XXL[*]2'"),
+        ("S*1+M*x", "unknown granularity"),
+        ("S*1+M*1", "has 2 entries: this model has 3 nested layers"),
+        ("0,1", "has 2 entries"),
+        ("width:S", "unknown axis 'width': this model is nested in ffn"),
         (4, "unknown granularity 4: this model has 0 to 3"),
         (-1, "unknown granularity -1"),
         ([0, 1], "has 2 entries: this model has 3 nested layers"),
@@ -215,6 +220,18 @@ def test_training_cost_of_the_paper():
 def test_unknown_granularity(wrong, message):
     with pytest.raises(ValueError, match=message):
         set_granularity(nest(small_vit()), wrong)
+
+
+def test_labels_are_understood():
+    """What a report names can be typed."""
+    nesting = nesting_of(nest(small_vit()))
+    for chosen in ([0, 0, 0], [0, 1, 1], [3, 0, 3], [2, 1, 0]):
+        assert nesting.resolve(nesting.label(chosen)) == chosen
+    assert nesting.resolve("0,0,3") == [0, 0, 3] and nesting.label([0, 0, 3]) == "S*2+XL*1"
+    both = nesting_of(nest(small_vit(), {"ffn": (1 / 4, 1 / 2, 1), "heads": (1 / 4, 1 / 2, 1)}))
+    for chosen in ([0] * 6, [0, 1, 0, 1, 2, 2], [1, 0, 1, 0, 1, 0]):
+        assert both.resolve(both.label(chosen)) == chosen
+    assert both.resolve("ffn:0") == both.resolve({"ffn": 0})
 
 
 def test_bad_nesting():

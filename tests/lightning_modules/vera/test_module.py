@@ -254,6 +254,13 @@ def test_model_and_tokenizer_have_to_fit():
         ValueError, match="a text has 17 tokens and the model 16 positions: set dat"
     ):
         predict(module, Tokens(known, 17))
+    prompted = TextTuning(2, "bert", method="prompt", model_args=BERT, rank=4)
+    with pytest.raises(
+        ValueError, match="a text has 13 tokens after a prompt of 4 and .*max_length to 12 or less"
+    ):
+        predict(prompted, Tokens(known, 13))
+    [logits] = predict(prompted, Tokens(known, 12))
+    assert logits.shape == (2, 2)
     [logits] = predict(TextTuning(2, "gpt2", model_args=GPT2, rank=2), Tokens(50))
     assert logits.shape == (2, 2)  # transformers wants a padding token for that
 
