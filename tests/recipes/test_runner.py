@@ -462,13 +462,16 @@ def test_a_second_run_is_refused_and_a_killed_one_continues(script, tmp_path):
     first = script(*flags)
     folder = tmp_path / "runs/jobs/tiny"
     nested, plain = folder / "seed0/nested", folder / "seed0/plain"
+    lock = folder / ".lock"
     waited = time.monotonic() + 200
-    while not (folder / "run.json").is_file():
+    while not (lock.is_file() and lock.read_text() == str(first.pid)):
         assert first.poll() is None and time.monotonic() < waited
         time.sleep(0.05)
-    second = script(*flags)  # while the first one's workers start: it must not end meanwhile
+    first.send_signal(signal.SIGSTOP)  # it must not end before the second asks for the folder
+    second = script(*flags)
     said = second.communicate()[0]
-    assert second.returncode == 2
+    first.send_signal(signal.SIGCONT)
+    assert second.returncode == 2, said
     assert f"is in use by another run (process {first.pid})" in said
     while not (list(nested.glob("checkpoints/*.ckpt")) and list(plain.glob("checkpoints/*.ckpt"))):
         assert first.poll() is None and time.monotonic() < waited
