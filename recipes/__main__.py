@@ -8,7 +8,7 @@ import sys
 from lightning.pytorch.utilities import rank_zero_only
 
 from recipes.cli import main
-from recipes.ending import ending
+from recipes.ending import SayResume, ending
 from recipes.messages import console
 
 # verb → module whose main() gets the other arguments; `predict -c FILE` is LightningCLI's instead
@@ -60,7 +60,7 @@ def dispatch() -> None:
         importlib.import_module(VERBS[verb]).main(arguments)
         return
     show_log()
-    stage = main()
+    stage = main(callbacks=[SayResume()])
     if verb == "fit" and stage.trainer.is_global_zero:
         print(ending(stage.trainer, stage.model))
 
@@ -75,4 +75,4 @@ def show_log() -> None:
 
 
 if __name__ == "__main__":
-    console(dispatch, "the same command with --ckpt_path …/last.ckpt continues")
+    console(dispatch, resume="")

@@ -4,6 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from callbacks.adapter import SaveAdapter, best_checkpoint
 from recipes.predict import has_answers
@@ -16,8 +19,7 @@ def ending(trainer: L.Trainer, module: L.LightningModule) -> str:
         trainer: after `fit`.
         module: the trained module.
     """
-    folders = [Path(one.dirpath) for one in trainer.checkpoint_callbacks if one.dirpath]  # type: ignore[attr-defined]
-    last = next((f / "last.ckpt" for f in folders if (f / "last.ckpt").is_file()), None)
+    last = last_checkpoint(trainer)
     best = best_checkpoint(trainer)
     lines = [] if last is None else [f"last checkpoint: {last}"]
     for callback in trainer.checkpoint_callbacks:
@@ -30,7 +32,8 @@ def ending(trainer: L.Trainer, module: L.LightningModule) -> str:
         if isinstance(one, SaveAdapter) and hasattr(module.model, "vera"):
             folder = one.folder or Path(trainer.default_root_dir) / "adapter"
             lines.append(f"adapter:         {folder}")
-    if chosen := best or last:
+    chosen = best or last
+    if chosen and chosen.is_file():  # a folder of shards resumes, but neither predicts nor exports
         if chosen.is_relative_to(Path.cwd()):
             chosen = chosen.relative_to(Path.cwd())  # as short as it can be typed
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
@@ -41,3 +44,27 @@ def ending(trainer: L.Trainer, module: L.LightningModule) -> str:
             f"to export:       python -m recipes export {chosen} FOLDER",
         ]
     return "\n".join(lines)
+
+
+class SayResume(L.Callback):
+    """Prints how to continue a training that Ctrl-C or SIGTERM has ended."""
+
+    @rank_zero_only
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        """Name the last checkpoint, or say that there is none."""
+        by_user = isinstance(exception, KeyboardInterrupt | SIGTERMException)
+        if not by_user or trainer.state.fn != TrainerFn.FITTING:
+            return
+        last = last_checkpoint(trainer)
+        if last is None:
+            print("no checkpoint was written yet: the same command starts again")
+        else:
+            print(f"to continue:     the same command with --ckpt_path {last}")
+
+
+def last_checkpoint(trainer: L.Trainer) -> Path | None:
+    """last.ckpt, a file or (sharded) a folder; None before the first save."""
+    folders = [Path(one.dirpath) for one in trainer.checkpoint_callbacks if one.dirpath]  # type: ignore[attr-defined]
+    return next((f / "last.ckpt" for f in folders if (f / "last.ckpt").exists()), None)

@@ -19,15 +19,15 @@ class ExperimentFailed(RuntimeError):
 def console(run: Callable[[], Any], resume: str = "the same command continues") -> None:
     """Run a command; print an error about its input in one line instead of a traceback.
 
-    `resume` is printed after Ctrl-C and SIGTERM.
+    `resume` says after Ctrl-C and SIGTERM how to go on; "" says nothing.
     The environment variable RECIPES_TRACEBACK=1 brings the traceback back.
     """
     try:
         run()
     except KeyboardInterrupt:
-        sys.exit(f"interrupted: {resume}")
+        sys.exit(": ".join(filter(None, ["interrupted", resume])))
     except SIGTERMException:  # its own exit code is 0, which would mean success
-        print(f"ended by SIGTERM: {resume}", file=sys.stderr)
+        print(": ".join(filter(None, ["ended by SIGTERM", resume])), file=sys.stderr)
         sys.exit(128 + signal.SIGTERM)
     except Exception as error:
         reason = sentence(error)

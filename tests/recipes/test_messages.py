@@ -1,6 +1,7 @@
 """What is said of bad input, and after Ctrl-C."""
 
 import os
+import re
 import runpy
 import signal
 import sys
@@ -12,7 +13,9 @@ import timm
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from recipes import cli
+import recipes.__main__
+from recipes import cli, predict
+from recipes.ending import SayResume
 from recipes.messages import console
 
 MATVIT = Path(cli.__file__).parent / "matformer" / "matvit.yaml"
@@ -89,6 +92,53 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch):
     monkeypatch.setattr(cli, "RecipeCLI", interrupted)
     with pytest.raises(SystemExit, match="the same command continues"):
         console(lambda: cli.main(["fit"]))
-    monkeypatch.setattr(sys, "argv", ["recipes", "fit"])
-    with pytest.raises(SystemExit, match="the same command with --ckpt_path …/last.ckpt continues"):
-        runpy.run_module("recipes", run_name="__main__")  # a stage by itself
+
+
+class PressCtrlC(L.Callback):
+    def __init__(self, at):
+        self.at = at
+
+    def on_train_batch_start(self, trainer, *args):
+        if trainer.global_step == self.at:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("at", [0, 6])
+def test_an_interrupted_stage_names_its_last_checkpoint(at, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *args: None)  # Lightning switches Ctrl-C off
+    main = recipes.__main__.main
+    monkeypatch.setattr(
+        recipes.__main__, "main", lambda callbacks: main(callbacks=[*callbacks, PressCtrlC(at)])
+    )
+    stage = ["fit", "-c", str(MATVIT), "--preset", "tiny", f"--trainer.default_root_dir={tmp_path}"]
+    more = [
+        "--data.train_pairs=256",
+        "--checkpoint.every_n_train_steps=4",
+        "--checkpoint.every_n_epochs=null",
+    ]
+    monkeypatch.setattr(sys, "argv", ["recipes", *stage, *more, "--trainer.max_epochs=4"])
+    with pytest.raises(SystemExit, match="^interrupted$"):
+        console(recipes.__main__.dispatch, resume="")
+    said = capsys.readouterr().out
+    if at == 0:
+        assert "no checkpoint was written yet: the same command starts again" in said
+    else:
+        last = re.search(r"the same command with --ckpt_path (\S+)", said)[1]
+        assert torch.load(last, weights_only=True)["global_step"] == 4
+
+
+def test_an_interrupted_answer_promises_no_checkpoint(monkeypatch):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(predict, "main", interrupted)
+    monkeypatch.setattr(sys, "argv", ["recipes", "predict", "--ckpt_path", "a.ckpt", "a.png"])
+    with pytest.raises(SystemExit, match="^interrupted$"):
+        runpy.run_path(recipes.__main__.__file__, run_name="__main__")
+
+
+def test_an_interrupted_validation_names_no_checkpoint(capsys):
+    trainer = L.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    trainer.state.fn = "validate"
+    SayResume().on_exception(trainer, L.LightningModule(), KeyboardInterrupt())
+    assert capsys.readouterr().out == ""
