@@ -1,16 +1,17 @@
 """Shared by APET's experiments; a cell is one model tuned on one task by one method."""
 
 from argparse import ArgumentParser
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from recipes.apet.texts import measure_nothing, measure_texts, write_questions
 from recipes.claims import Comparison
-from recipes.experiment import Measurement, Run, Stage
+from recipes.experiment import Measurement, Measuring, Run, Stage
 from recipes.flags import names_in
 from recipes.methods import measure_majority, measure_score
 from recipes.records import Finished
+from recipes.results import Row
 from recipes.tables import COLLAPSED
 
 METHODS = {
@@ -198,6 +199,16 @@ def majority(run: Run, grid: Mapping[str, Any], cell: Cell) -> Measurement:
 def points(nodes: Mapping[str, Finished]) -> dict[str, float]:
     """The scores of several measurements, in points, by name."""
     return {name: 100 * values_of(node)["score"] for name, node in nodes.items()}
+
+
+def measure_gain(m: Measuring) -> Iterator[Row]:
+    """The score of full fine-tuning less that of the commonest class, in points.
+
+    Where it is small, methods and positions cannot differ.
+    """
+    scores = points(m.stages)
+    gain = scores["full"] - scores["majority"]
+    yield Row(row=m.settings["row"], set=m.settings["set"], metric="gain", value=gain)
 
 
 def uncollapsed(nodes: Mapping[str, Finished]) -> float:

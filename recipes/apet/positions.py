@@ -30,6 +30,7 @@ from recipes.apet.cells import (
     chosen,
     gates,
     majority,
+    measure_gain,
     of_method,
     options,
     points,
@@ -78,11 +79,15 @@ def declare(run: Run) -> None:
                 if scores.keys() != set(PET):
                     continue
                 full = Cell(model, task, "full", of_method(grid, "full", model), seed)
-                name = f"{task} {model} mean spread"
+                given = {"row": model, "set": task}
+                compared = {
+                    "full": score(run, grid, full),
+                    "majority": majority(run, grid, full),
+                }
+                run.measure(f"{task} {model} gain", seed, measure_gain, compared, given)
                 every = {f"{row} {key}": n for row, s in scores.items() for key, n in s.items()}
-                every["full"] = score(run, grid, full)
-                every["majority"] = majority(run, grid, full)
-                run.measure(name, seed, measure_mean_spread, every, {"row": model, "set": task})
+                name = f"{task} {model} mean spread"
+                run.measure(name, seed, measure_mean_spread, every, given)
 
 
 def budget_of(run: Run, grid: dict[str, Any], model: str, method: str) -> int:
@@ -119,18 +124,13 @@ def measure_spread(m: Measuring) -> Iterator[Row]:
 def measure_mean_spread(m: Measuring) -> Iterator[Row]:
     """The standard deviation over draws, averaged over all four budgets (root mean square).
 
-    In points, as is `gain`: the score of full fine-tuning less that of the commonest class.
-    `uncollapsed` is 1 if every draw predicts more than one class, else 0.
+    In points. `uncollapsed` is 1 if every draw predicts more than one class, else 0.
     """
-    scores = points(m.stages)
-    gain = scores.pop("full") - scores.pop("majority")
     groups: dict[str, list[float]] = {}
-    for name, value in scores.items():
+    for name, value in points(m.stages).items():
         groups.setdefault(name.partition(" ")[0], []).append(value)
     variance = statistics.fmean(statistics.variance(values) for values in groups.values())
-    drawn = {name: m.stages[name] for name in scores}
-    values = {"deviation": variance**0.5, "gain": gain, "uncollapsed": uncollapsed(drawn)}
-    for metric, value in values.items():
+    for metric, value in (("deviation", variance**0.5), ("uncollapsed", uncollapsed(m.stages))):
         yield Row(row=m.settings["row"], set=m.settings["set"], metric=metric, value=value)
 
 

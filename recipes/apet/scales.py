@@ -23,6 +23,7 @@ from recipes.apet.cells import (
     fits,
     gates,
     majority,
+    measure_gain,
     options,
     points,
     pretrain,
@@ -60,26 +61,23 @@ def declare(run: Run) -> None:
                 all_cells = cells(grid, [model], [task], rows, seed)
                 scores = {cell.row: score(run, grid, cell) for cell in all_cells}
                 scores["majority"] = majority(run, grid, all_cells[0])
+                settings = {"set": task, "row": model}
+                if "full" in rows:
+                    compared = {row: scores[row] for row in ("full", "majority")}
+                    run.measure(f"{task} {model} gain", seed, measure_gain, compared, settings)
                 if scores.keys() >= set(PET):
-                    name, settings = f"{task} {model} deviation", {"set": task, "row": model}
-                    run.measure(name, seed, measure_deviation, scores, settings)
+                    pet = {row: scores[row] for row in PET}
+                    run.measure(f"{task} {model} deviation", seed, measure_deviation, pet, settings)
 
 
 def measure_deviation(m: Measuring) -> Iterator[Row]:
-    """The standard deviation between the four methods' scores, and `gain`, both in points.
+    """The standard deviation between the four methods' scores, in points.
 
-    `gain` is the score of full fine-tuning less that of the commonest class; where it is small,
-    methods cannot differ. `uncollapsed` is 1 if each of the four predicts more than one class, else
-    0: a training that failed says nothing about its method.
+    `uncollapsed` is 1 if each of them predicts more than one class, else 0: a training that failed
+    says nothing about its method.
     """
-    scores = points(m.stages)
-    values = {
-        "deviation": statistics.stdev(scores[row] for row in PET),
-        "uncollapsed": uncollapsed({row: m.stages[row] for row in PET}),
-    }
-    if "full" in scores:
-        values["gain"] = scores["full"] - scores["majority"]
-    for metric, value in values.items():
+    deviation = statistics.stdev(points(m.stages).values())
+    for metric, value in (("deviation", deviation), ("uncollapsed", uncollapsed(m.stages))):
         yield Row(row=m.settings["row"], set=m.settings["set"], metric=metric, value=value)
 
 

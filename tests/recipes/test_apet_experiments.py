@@ -79,6 +79,8 @@ def test_scales(tmp_path):
         classes = values(table, "classes_predicted", name)
         alike = min(classes[row] for row in PET) == 1
         assert values(table, "uncollapsed", "SST-2")[f"width-{width}"] == (not alike)
+        gain = 100 * (scores["full"] - scores["majority"])
+        assert values(table, "gain", "SST-2")[f"width-{width}"] == pytest.approx(gain)
     assert "5.08, 3.63, 2.65" in text and "scales.png" in text
 
 
@@ -98,6 +100,8 @@ def test_scales_of_what_a_decoder_writes(tmp_path):
     assert values(table, "scored", name)["full"] == len(different)
     assert written.read_text().count("\n") == len(different)
     assert "| full |" in text
+    # full fine-tuning and guessing alone say whether the task can be judged
+    assert values(table, "gain", "questions") == {"decoder-32": 100 * scores["full"]}
     # the deviation is that of the paper's four methods, and of no fewer
     assert "deviation" not in set(table["metric"])
     assert "No standard deviation between methods: Prompt, LoRA, Adapter not trained." in text
@@ -219,6 +223,9 @@ def test_a_measurement_over_four_budgets(tmp_path):
     classes = values(table, "classes_predicted", name)
     alike = min(value for row, value in classes.items() if row != "full") == 1
     assert values(table, "uncollapsed", "SST-2")["width-16"] == (not alike)
+    scores = values(table, "score", name)
+    gain = 100 * (scores["full"] - scores["majority"])
+    assert values(table, "gain", "SST-2")["width-16"] == pytest.approx(gain)
     assert "over the four budgets" in text
 
 
