@@ -5,6 +5,7 @@ Here only the label words are compared, not the full vocabulary, so that random 
 1 / number of classes, the paper's reference line.
 """
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -39,5 +40,8 @@ class LabelWords(nn.Module):
             last = torch.zeros_like(rows)
         else:
             last = attention_mask.sum(1) - 1
+            if "logits_to_keep" in signature(self.model.forward).parameters:
+                # a vocabulary's logits at every position would cost a fifth of SmolLM2's step
+                more["logits_to_keep"], last = last.unique(return_inverse=True)
         output = self.model(input_ids=input_ids, attention_mask=attention_mask, **more)
         return output.logits[rows, last][:, self.tokens]

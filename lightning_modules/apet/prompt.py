@@ -85,6 +85,8 @@ def _prepend_hook(
         kwargs["position_ids"] = positions
     if not cached:
         kwargs = _prepend_rows(model, kwargs)
+        if isinstance(kept := kwargs.get("logits_to_keep"), Tensor):  # positions of the input
+            kwargs["logits_to_keep"] = kept + rows
         for name, fill in (("token_type_ids", 0), ("labels", IGNORED)):
             if kwargs.get(name) is not None and kwargs[name].ndim == 2:
                 kwargs[name] = _extended(kwargs[name], rows, fill)

@@ -8,6 +8,7 @@ import transformers
 from datamodules import GLUEData
 from lightning_modules.apet import LabelWords
 from lightning_modules.apet.module import LabelWordTuning
+from lightning_modules.apet.prompt import add_prompt
 
 SIZES = {
     "llama": {
@@ -23,8 +24,10 @@ SIZES = {
 TARGETS = {"llama": ["q_proj", "v_proj"], "bloom": ["query_key_value"], "t5": ["q", "v"]}
 
 
+@pytest.mark.parametrize("soft_tokens", [0, 3])
 @pytest.mark.parametrize("kind", SIZES)
-def test_the_logits_are_the_label_words_behind_the_prompt(kind):
+def test_the_logits_are_the_label_words_behind_the_prompt(kind, soft_tokens):
+    """And the output layer sees no position at which no text ends."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, vocab_size=40, **SIZES[kind])
     auto = (
@@ -33,10 +36,17 @@ def test_the_logits_are_the_label_words_behind_the_prompt(kind):
         else transformers.AutoModelForCausalLM
     )
     model = auto.from_config(config).eval()
-    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]])
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    if soft_tokens:
+        add_prompt(model, soft_tokens, seed=1)
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0], [11, 12, 0, 0]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 0, 0]])
+    seen = []
+    head = model.get_output_embeddings()
+    handle = head.register_forward_hook(lambda _, given, out: seen.append(given[0].shape[1]))
     logits = LabelWords(model, [3, 4])(ids, mask)
-    for row, length in enumerate((4, 2)):
+    handle.remove()
+    assert seen == [1 if config.is_encoder_decoder else 2]
+    for row, length in enumerate((4, 2, 2)):
         alone = ids[row : row + 1, :length]
         more = {"decoder_input_ids": torch.tensor([[0]])} if config.is_encoder_decoder else {}
         expected = model(input_ids=alone, **more).logits[0, -1, [3, 4]]
