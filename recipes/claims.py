@@ -51,7 +51,7 @@ class Comparison:
         where: further conditions on both sides.
         mean_over: see `results.by_seed`. If a test has mean_over "set", a gate that names no set is
             judged for each set, and the test's mean is over the sets whose gate is open.
-        exact: the values are the same for every seed (counts), so they need no interval.
+        exact: judged by the mean alone: counts, the same for every seed, or values of 1 and 0.
         scale: factor by which differences are multiplied when printed: 100 for points.
         digits: decimals of differences when printed.
     """
@@ -102,7 +102,8 @@ class Comparison:
         if not compared.n:
             return ""
         limit = self.threshold * self.scale
-        text = compared.text(self.scale, self.digits)
+        judged_by = replace(compared, n=1) if self.exact else compared  # the mean has no interval
+        text = judged_by.text(self.scale, self.digits)
         text += f" (must exceed {limit:+.{self.digits}f})" if self.threshold else ""
         return text if self.exact else f"{text}, n = {compared.n}"
 

@@ -69,6 +69,9 @@ class TestVerdict:
         exact = Comparison("accuracy", "a", "b", exact=True)
         assert judge(claim(exact), table(a=[0.9], b=[0.1]))[0] == SUPPORTED
         assert judge(claim(exact), table(a=[0.1], b=[0.1]))[0] == REFUTED
+        # several seeds: the mean is judged, so no interval is printed beside it
+        word, measured, _ = judge(claim(exact), table(a=[1.0, 0.0], b=[0.0, 0.0]))
+        assert (word, measured) == (SUPPORTED, "+0.50")
 
     def test_one_side_alone_is_compared_with_the_threshold(self):
         alone = Comparison("accuracy", "a", threshold=0.6)
