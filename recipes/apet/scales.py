@@ -60,7 +60,8 @@ def declare(run: Run) -> None:
                     continue
                 all_cells = cells(grid, [model], [task], rows, seed)
                 scores = {cell.row: score(run, grid, cell) for cell in all_cells}
-                scores["majority"] = majority(run, grid, all_cells[0])
+                # the last row's data: full fine-tuning, which needs no trials
+                scores["majority"] = majority(run, grid, all_cells[-1])
                 settings = {"set": task, "row": model}
                 if "full" in rows:
                     compared = {row: scores[row] for row in ("full", "majority")}
