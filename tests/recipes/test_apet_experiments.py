@@ -84,6 +84,15 @@ def test_scales(tmp_path):
     assert "5.08, 3.63, 2.65" in text and "scales.png" in text
 
 
+def test_a_gate_needs_full_fine_tuning_alone():
+    """Guessing and the gain over it, at every seed, before any method's rate is searched."""
+    flags = ["--preset", "small", "--seeds", "2", "--models", "MiniLM", "--tasks", "SST-2"]
+    planned = command_line(module_of("scales").EXPERIMENT, [*flags, "--only", "* gain,* majority"])
+    module_of("scales").EXPERIMENT.declare(planned)
+    trained = [(n.seed, n.name) for n in planned.chosen() if isinstance(n, Stage)]
+    assert trained == [(0, "SST-2 MiniLM full"), (1, "SST-2 MiniLM full")]
+
+
 def test_scales_of_what_a_decoder_writes(tmp_path):
     """Questions are answered, an encoder leaves them out, and no answer scores 0."""
     flags = ("--models", "width-16,decoder-32", "--tasks", "questions", "--rows", "bitfit,full")
