@@ -375,7 +375,7 @@ def test_numbers_with_units():
 
 def test_with_a_stage_s_file_predict_is_lightning_s(monkeypatch):
     called = []
-    monkeypatch.setattr("recipes.__main__.main", lambda: called.append("stage"))
+    monkeypatch.setattr("recipes.__main__.main", lambda callbacks: called.append("stage"))
     monkeypatch.setattr("recipes.predict.main", lambda argv: called.append(argv))
     for command in (["-c", "stage.yaml"], ["--config=stage.yaml"], ["--ckpt_path", "a", "b.png"]):
         monkeypatch.setattr(sys, "argv", ["recipes", "predict", *command])
