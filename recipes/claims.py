@@ -102,8 +102,7 @@ class Comparison:
         if not compared.n:
             return ""
         limit = self.threshold * self.scale
-        judged_by = replace(compared, n=1) if self.exact else compared  # the mean has no interval
-        text = judged_by.text(self.scale, self.digits)
+        text = compared.text(self.scale, self.digits, interval=not self.exact)
         text += f" (must exceed {limit:+.{self.digits}f})" if self.threshold else ""
         return text if self.exact else f"{text}, n = {compared.n}"
 

@@ -22,12 +22,13 @@ def console(run: Callable[[], Any], resume: str = "the same command continues") 
     `resume` says after Ctrl-C and SIGTERM how to go on; "" says nothing.
     The environment variable RECIPES_TRACEBACK=1 brings the traceback back.
     """
+    how = f": {resume}" if resume else ""
     try:
         run()
     except KeyboardInterrupt:
-        sys.exit(": ".join(filter(None, ["interrupted", resume])))
+        sys.exit(f"interrupted{how}")
     except SIGTERMException:  # its own exit code is 0, which would mean success
-        print(": ".join(filter(None, ["ended by SIGTERM", resume])), file=sys.stderr)
+        print(f"ended by SIGTERM{how}", file=sys.stderr)
         sys.exit(128 + signal.SIGTERM)
     except Exception as error:
         reason = sentence(error)

@@ -182,13 +182,13 @@ class Difference:
         """Whether a seed's value is not finite."""
         return self.n > 0 and math.isnan(self.mean)
 
-    def text(self, scale: float = 1.0, digits: int = 1) -> str:
-        """ "+1.2 [+0.3, +2.1]"; without the interval for one seed; "diverged"."""
+    def text(self, scale: float = 1.0, digits: int = 1, interval: bool = True) -> str:
+        """ "+1.2 [+0.3, +2.1]"; "+1.2" for one seed or without `interval`; "diverged"."""
         if not self.n:
             return ""
         if self.diverged:
             return "diverged"
-        if self.n == 1:
+        if self.n == 1 or not interval:
             return f"{self.mean * scale:+.{digits}f}"
         low, high = sorted((self.low * scale, self.high * scale))
         return f"{self.mean * scale:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"

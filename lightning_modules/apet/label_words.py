@@ -23,6 +23,7 @@ class LabelWords(nn.Module):
     def __init__(self, model: nn.Module, tokens: list[int]):
         super().__init__()
         self.model = model
+        self.chooses_positions = "logits_to_keep" in signature(model.forward).parameters
         self.register_buffer("tokens", torch.tensor(tokens), persistent=False)
 
     @property
@@ -40,7 +41,7 @@ class LabelWords(nn.Module):
             last = torch.zeros_like(rows)
         else:
             last = attention_mask.sum(1) - 1
-            if "logits_to_keep" in signature(self.model.forward).parameters:
+            if self.chooses_positions:
                 # a vocabulary's logits at every position would cost a fifth of SmolLM2's step
                 more["logits_to_keep"], last = last.unique(return_inverse=True)
         output = self.model(input_ids=input_ids, attention_mask=attention_mask, **more)

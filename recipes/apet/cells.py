@@ -196,6 +196,13 @@ def majority(run: Run, grid: Mapping[str, Any], cell: Cell) -> Measurement:
     return run.measure(name, cell.seed, measure_majority, nodes, scoring)
 
 
+def gain(run: Run, grid: Mapping[str, Any], full: Cell) -> Measurement:
+    """Declare the gain of full fine-tuning, the method of the cell `full`, over guessing."""
+    nodes = {"full": score(run, grid, full), "majority": majority(run, grid, full)}
+    settings = {"row": full.model, "set": full.task}
+    return run.measure(f"{full.task} {full.model} gain", full.seed, measure_gain, nodes, settings)
+
+
 def points(nodes: Mapping[str, Finished]) -> dict[str, float]:
     """The scores of several measurements, in points, by name."""
     return {name: 100 * values_of(node)["score"] for name, node in nodes.items()}
@@ -207,8 +214,8 @@ def measure_gain(m: Measuring) -> Iterator[Row]:
     Where it is small, methods and positions cannot differ.
     """
     scores = points(m.stages)
-    gain = scores["full"] - scores["majority"]
-    yield Row(row=m.settings["row"], set=m.settings["set"], metric="gain", value=gain)
+    value = scores["full"] - scores["majority"]
+    yield Row(row=m.settings["row"], set=m.settings["set"], metric="gain", value=value)
 
 
 def uncollapsed(nodes: Mapping[str, Finished]) -> float:

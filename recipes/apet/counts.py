@@ -27,6 +27,7 @@ from recipes.apet.cells import (
     Cell,
     at_random,
     chosen,
+    gain,
     gates,
     majority,
     of_method,
@@ -62,6 +63,7 @@ def declare(run: Run) -> None:
         for model in chosen(run, "models", settings["models"]):
             for task in chosen(run, "tasks", settings["tasks"]):
                 full = Cell(model, task, "full", of_method(grid, "full", model), seed)
+                gain(run, grid, full)
                 nodes = {
                     "full": score(run, grid, full),
                     "majority": majority(run, grid, full),
@@ -93,7 +95,6 @@ def measure_thresholds(m: Measuring) -> Iterator[Row]:
         yield Row(row=row, set=name, metric="curve", x=count, value=value)
     yield Row(row=row, set=name, metric="guessing", value=guess["score"])
     yield Row(row=row, set=name, metric="full", value=full["score"])
-    yield Row(row=row, set=name, metric="gain", value=100 * (full["score"] - guess["score"]))
     counts_reached = thresholds(curve, guess["score"], full["score"], int(full["scored"]))
     for metric, reached in counts_reached.items():
         yield Row(row=row, set=name, metric=f"{metric} reached", value=reached is not None)

@@ -28,9 +28,8 @@ from recipes.apet.cells import (
     Cell,
     at_random,
     chosen,
+    gain,
     gates,
-    majority,
-    measure_gain,
     of_method,
     options,
     points,
@@ -79,15 +78,10 @@ def declare(run: Run) -> None:
                 if scores.keys() != set(PET):
                     continue
                 full = Cell(model, task, "full", of_method(grid, "full", model), seed)
-                given = {"row": model, "set": task}
-                compared = {
-                    "full": score(run, grid, full),
-                    "majority": majority(run, grid, full),
-                }
-                run.measure(f"{task} {model} gain", seed, measure_gain, compared, given)
+                gain(run, grid, full)
                 every = {f"{row} {key}": n for row, s in scores.items() for key, n in s.items()}
                 name = f"{task} {model} mean spread"
-                run.measure(name, seed, measure_mean_spread, every, given)
+                run.measure(name, seed, measure_mean_spread, every, {"row": model, "set": task})
 
 
 def budget_of(run: Run, grid: dict[str, Any], model: str, method: str) -> int:

@@ -21,9 +21,9 @@ from recipes.apet.cells import (
     cells,
     chosen,
     fits,
+    gain,
     gates,
     majority,
-    measure_gain,
     options,
     points,
     pretrain,
@@ -58,17 +58,16 @@ def declare(run: Run) -> None:
             for task in chosen(run, "tasks", grid["tasks"]):
                 if not fits(grid, model, task):
                     continue
-                all_cells = cells(grid, [model], [task], rows, seed)
-                scores = {cell.row: score(run, grid, cell) for cell in all_cells}
-                # the last row's data: full fine-tuning, which needs no trials
-                scores["majority"] = majority(run, grid, all_cells[-1])
-                settings = {"set": task, "row": model}
-                if "full" in rows:
-                    compared = {row: scores[row] for row in ("full", "majority")}
-                    run.measure(f"{task} {model} gain", seed, measure_gain, compared, settings)
+                by_row = {cell.row: cell for cell in cells(grid, [model], [task], rows, seed)}
+                scores = {row: score(run, grid, cell) for row, cell in by_row.items()}
+                if "full" in by_row:
+                    gain(run, grid, by_row["full"])  # needs no method's trials
+                else:
+                    majority(run, grid, by_row[rows[0]])
                 if scores.keys() >= set(PET):
                     pet = {row: scores[row] for row in PET}
-                    run.measure(f"{task} {model} deviation", seed, measure_deviation, pet, settings)
+                    name, settings = f"{task} {model} deviation", {"set": task, "row": model}
+                    run.measure(name, seed, measure_deviation, pet, settings)
 
 
 def measure_deviation(m: Measuring) -> Iterator[Row]:

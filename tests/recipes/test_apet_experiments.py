@@ -259,6 +259,9 @@ def test_counts(tmp_path):
             "30": 30,
             "1000": 1000,
         }
+        scores = values(table, "score", f"SST-2, width-{width}")
+        gain = 100 * (scores["full"] - scores["majority"])
+        assert values(table, "gain", "SST-2")[f"width-{width}"] == pytest.approx(gain)
     points = table[table["metric"] == "curve"]
     assert sorted(points["x"].unique()) == [1, 30, 1000]
     assert len(points) == 6
