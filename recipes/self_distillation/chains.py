@@ -236,6 +236,7 @@ class Chains:
                 "checkpoint.monitor": f"val/{self.metric}",
                 "checkpoint.mode": "max",
                 "checkpoint.filename": "best",
+                "checkpoint.every_n_train_steps": None,  # with every validation
             }
         title = f"{self.name} {row}"
         if candidates:
