@@ -153,7 +153,8 @@ def judge(claim: Claim, table: pd.DataFrame) -> tuple[str, str, str]:
             if gate.metric not in measured_metrics:
                 return NOT_JUDGED, "", f"the gate is shut: {_why_shut(gate, table)}"
             open_sets = []
-            for name in unique(select(table, {"metric": gate.metric, "x": None}), "set"):
+            at = {**gate.where, **_conditions(gate.a)}.get("x")
+            for name in unique(select(table, {"metric": gate.metric, "x": at}), "set"):
                 within = replace(gate, where={**gate.where, "set": name})
                 if reason := _why_shut(within, table):
                     shut.append(f"{name}: {reason}")

@@ -1,4 +1,4 @@
-"""Judges all claims, and writes results/claims.md and the verdict tables of the README files.
+"""Judges all claims; writes results/claims.md and the verdicts in README files and in reports.
 
 python -m recipes claims
 """
@@ -26,6 +26,7 @@ MEANING = (
     "models of this size can say anything about the claim."
 )
 WORDS = (SUPPORTED, REFUTED, UNDECIDED, NOT_JUDGED)
+ON_THIS_RUN = "## The paper's claims, judged on this run"  # the last heading of a report
 
 
 @dataclass(frozen=True)
@@ -78,14 +79,23 @@ def claims_of(experiment: str) -> Sequence[Claim]:
         raise
 
 
-def verdicts_on(table: pd.DataFrame, experiment: str, preset: str) -> list[str]:
-    """Paragraphs with the verdicts on one run, for its report; none at preset tiny."""
+def verdicts_on(table: pd.DataFrame, experiment: str, preset: str, source: str) -> list[str]:
+    """Paragraphs with the verdicts on one run, which end its report; none at preset tiny.
+
+    Args:
+        table: the run's tidy table.
+        experiment: such as "vera.glue".
+        preset: of the run.
+        source: the run's command in backticks, or its line of provenance.
+    """
     all_claims = () if preset == "tiny" else claims_of(experiment)
     listed = [claim for claim in all_claims if claim.preset in ("", preset)]
     if not listed:
         return []
-    verdicts = [Verdict(claim, experiment, preset, *judge(claim, table)) for claim in listed]
-    return ["## The paper's claims, judged on this run", MEANING, overview(verdicts)]
+    verdicts = [
+        Verdict(claim, experiment, preset, *judge(claim, table), source) for claim in listed
+    ]
+    return [ON_THIS_RUN, MEANING, overview(verdicts)]
 
 
 def judge_all(root: Path = ROOT) -> list[Verdict]:
@@ -188,11 +198,11 @@ MARKED = re.compile(r"(<!-- claims:([\w.]+) -->\n).*?(<!-- /claims -->)", re.DOT
 
 
 def pages(root: Path = ROOT) -> dict[Path, str]:
-    """The texts of results/claims.md, README.md and recipes/*/README.md with current verdicts.
+    """The texts of claims.md, README.md, recipes/*/README.md and reports with current verdicts.
 
     A page's tables are between `<!-- claims:NAME -->` and `<!-- /claims -->`, where NAME is a
-    method's folder or an experiment; "all" stands for
-    all experiments, and gives the tables of `summary`.
+    method's folder or an experiment; "all" stands for all experiments, and gives the tables of
+    `summary`. The reports are those beside the tables in results/.
 
     Raises:
         ValueError: if no claims belong to a NAME in a page.
@@ -214,6 +224,17 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
     for page in [root / "README.md", *sorted((root / "recipes").glob("*/README.md"))]:
         if page.is_file():
             texts[page] = MARKED.sub(fill, page.read_text(encoding="utf-8"))
+    return texts | _reports(root)
+
+
+def _reports(root: Path) -> dict[Path, str]:
+    texts = {}
+    for page in sorted((root / "results").rglob("report.md")):
+        table = read(page.with_name("results.csv"))
+        experiment, preset = table[["experiment", "preset"]].iloc[0]
+        before = page.read_text(encoding="utf-8").partition(ON_THIS_RUN)[0].rstrip()
+        verdicts = verdicts_on(table, experiment, preset, _source(page.parent))
+        texts[page] = "\n\n".join([before, *verdicts]) + "\n"
     return texts
 
 

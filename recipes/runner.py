@@ -319,7 +319,7 @@ def write_table(run: Run) -> None:
 
 def write_report(experiment: Experiment, run: Run, table: pd.DataFrame) -> None:
     """Write report.md from the table: the experiment's paragraphs, and verdicts on its claims."""
-    judged = ledger.verdicts_on(table, run.name, run.preset)
+    judged = ledger.verdicts_on(table, run.name, run.preset, f"`{run.command}`")
     results.write_report(run.out, [*experiment.report(table, run), *judged])
 
 

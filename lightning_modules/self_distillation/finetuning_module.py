@@ -173,8 +173,8 @@ class Finetuning(L.LightningModule):
         """AdamW or RecAdam, with a linearly decreasing learning rate (Table 9).
 
         Raises:
-            ValueError: if RecAdam would diverge at some step, or would be mostly plain Adam before
-                the warm-up of the learning rate ends.
+            ValueError: if RecAdam would diverge at some step, would be mostly plain Adam before the
+                warm-up of the learning rate ends, or would not learn the task at all.
         """
         h: Any = self.hparams
         groups = parameter_groups(self.model, h.weight_decay)
@@ -185,7 +185,7 @@ class Finetuning(L.LightningModule):
         optimizer = self.recadam(groups)
         with_scheduler = with_schedule(optimizer, "linear", h.warmup, steps)
         require_convergence(optimizer, with_scheduler["lr_scheduler"]["scheduler"], steps)
-        require_annealing(optimizer, h.warmup * steps if h.warmup < 1 else h.warmup)
+        require_annealing(optimizer, h.warmup * steps if h.warmup < 1 else h.warmup, steps)
         return with_scheduler
 
     def recadam(self, groups: list[dict[str, Any]]) -> RecAdam:

@@ -142,22 +142,33 @@ def require_convergence(optimizer: RecAdam, schedule: Any, steps: int) -> None:
             annealing({**group, "lr": group["initial_lr"] * share(step)}, step + 1)
 
 
-def require_annealing(optimizer: RecAdam, warmup: float) -> None:
-    """Refuse a RecAdam that is mostly plain Adam by the end of the learning rate's warm-up.
+def require_annealing(optimizer: RecAdam, warmup: float, steps: float) -> None:
+    """Refuse a RecAdam that anneals before the learning rate's peak, or not during training.
 
     Args:
         optimizer: its groups have k and t0.
         warmup: steps of warm-up.
+        steps: of the training.
 
     Raises:
-        ValueError: if t0 lies within warm-up or at its end, so that λ is 1/2 or more there.
+        ValueError: if t0 lies within warm-up or at its end, so that λ is 1/2 or more there; or if
+            it is not before the end of training, so that λ never reaches 1/2.
     """
     for group in optimizer.param_groups:
-        if group["anchored"] and group["anneal_t0"] <= warmup:
+        if not group["anchored"]:
+            continue
+        start = group["anneal_t0"]
+        if start <= warmup:
             raise ValueError(
-                f"RecAdam's anneal_t0 is {group['anneal_t0']:g} and warm-up takes {warmup:g} "
+                f"RecAdam's anneal_t0 is {start:g} and warm-up takes {warmup:g} "
                 "steps: it would be mostly plain Adam before the learning rate reaches its peak; "
                 "set model.method_args.anneal_t0 above warm-up, or shorten model.warmup"
+            )
+        if start >= steps:
+            raise ValueError(
+                f"RecAdam's anneal_t0 is {start:g} and training takes {steps:g} steps: it would "
+                "hold the pre-trained weights to the end and hardly learn the task; set "
+                "model.method_args.anneal_t0 below the number of steps, or train longer"
             )
 
 

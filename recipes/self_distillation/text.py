@@ -98,7 +98,17 @@ CLAIMS = [
         test=Comparison("score", "further", "finetune", **POINTS),
         gate=GATES[0],
     ),
-    *over("score", "Table 3", {"without_mae": "SciERC 81.79 against 80.66"}),
+    *over(
+        "score",
+        "Table 3",
+        {
+            "without_mae": "SciERC 81.79 against 80.66",
+            "further_x2": "SciERC 81.79 against 80.52",
+            "predictions": "SciERC 81.79 against 81.09",
+            "weights_l2": "SciERC 81.79 against 80.54",
+            "weights_mars": "SciERC 81.79 against 80.95",
+        },
+    ),
     *near(GATES),
 ]
 

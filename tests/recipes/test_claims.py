@@ -141,6 +141,19 @@ class TestGate:
         shut = rows[rows["set"] == "CoLA"]
         assert judge(claim(test, gate), shut)[0] == NOT_JUDGED
 
+    def test_a_gate_on_a_point_of_a_curve_is_judged_for_each_set(self):
+        rows = table(
+            RTE_vera=[0.7, 0.72, 0.71], RTE_lora=[0.6, 0.61, 0.62],
+            CoLA_vera=[0.0, 0.0, 0.0], CoLA_lora=[0.9, 0.9, 0.9],
+        )  # fmt: skip
+        for task, value in (("RTE", 0.2), ("CoLA", -0.2)):
+            for seed in range(3):
+                point = tidy([Row("full", "rise", value, task, x=1.0)], "m.e", "small", seed)
+                rows = pd.concat([rows, point], ignore_index=True)
+        test = Comparison("accuracy", "vera", "lora", mean_over="set")
+        word, _, reason = judge(claim(test, Comparison("rise", {"row": "full", "x": 1.0})), rows)
+        assert word == SUPPORTED and reason.startswith("left out, since their gates are shut: CoLA")
+
 
 class TestSeedsNeeded:
     def test_agrees_with_the_power_of_the_paired_test(self):
@@ -224,10 +237,23 @@ class TestPages:
 
     def test_a_run_s_own_report_ends_in_the_same_verdicts(self, root):
         rows = table(a=[0.52, 0.53, 0.54], b=[0.5, 0.51, 0.52])
-        text = "\n".join(ledger.verdicts_on(rows, "m.e", "small"))
-        assert "| +2.0 [+2.0, +2.0], n = 3 | **supported** |" in text and "needs a cluster" in text
-        assert not ledger.verdicts_on(rows, "m.e", "tiny")
-        assert not ledger.verdicts_on(rows, "m.elsewhere", "small")
+        command = "`python -m recipes.m.e --preset small --seeds 3`"
+        text = "\n".join(ledger.verdicts_on(rows, "m.e", "small", command))
+        assert f"| +2.0 [+2.0, +2.0], n = 3 | **supported** | {command} |" in text
+        assert "needs a cluster" in text
+        assert not ledger.verdicts_on(rows, "m.e", "tiny", command)
+        assert not ledger.verdicts_on(rows, "m.elsewhere", "small", command)
+
+    def test_a_report_s_verdicts_are_written_again_and_the_rest_stays(self, root):
+        self.results(root, a=[0.52, 0.53, 0.54], b=[0.5, 0.51, 0.52])
+        report = root / "results" / "m" / "e" / "report.md"
+        first = ledger.pages(root)[report]
+        assert first.startswith(report.read_text().rstrip()) and "**supported**" in first
+        report.write_text(first)
+        assert ledger.pages(root)[report] == first
+        write(report.with_name("results.csv"), table(a=[0.48, 0.49, 0.5], b=[0.5, 0.51, 0.52]))
+        second = first.replace("**supported**", "**refuted**").replace("+2.0", "-2.0")
+        assert ledger.pages(root)[report] == second
 
     def test_a_page_that_asks_for_no_one_s_claims_is_refused(self, root):
         (root / "README.md").write_text("<!-- claims:nobody -->\n<!-- /claims -->\n")

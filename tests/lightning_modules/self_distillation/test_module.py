@@ -332,6 +332,8 @@ def test_recadam_that_is_plain_adam_before_warm_up_ends_is_refused(tmp_path):
     with pytest.raises(ValueError, match="anneal_t0 is 2 and warm-up takes 2 steps"):
         fit(finetuning("images", **settings, warmup=2), "images", tmp_path, steps=4)
     fit(finetuning("images", **settings, warmup=1), "images", tmp_path, steps=4)
+    with pytest.raises(ValueError, match="anneal_t0 is 2 and training takes 2 steps: it would"):
+        fit(finetuning("images", **settings, warmup=1), "images", tmp_path, steps=2)
     as_share = finetuning("images", **settings, warmup=0.6)
     with pytest.raises(ValueError, match="warm-up takes 2.4 steps"):
         fit(as_share, "images", tmp_path, steps=4)
