@@ -126,8 +126,31 @@ class Study:
                 f"{self.name}-hub", 0, measures.make_hub_weights, settings=self.model_and_data
             )
             return hub / "model.safetensors"
-        same = {"model.architecture": model.architecture, "model.model_args": model.model_args}
-        return self.run.stage(label, "dense", self.seed, same, settings, trained_for(epochs_of))
+        chosen = {**self.tuned_dense(), **settings}
+        return self.run.stage(
+            label, "dense", self.seed, self.architecture(), chosen, trained_for(epochs_of)
+        )
+
+    def architecture(self) -> dict[str, Any]:
+        """The settings that give dense.yaml this model's architecture."""
+        model = self.settings
+        return {"model.architecture": model.architecture, "model.model_args": model.model_args}
+
+    def tuned_dense(self) -> dict[str, Any | Later]:
+        """The best settings of the dense model's trials on held-out images, at seed 0."""
+        trials = self.grid["trials"].get("dense", [])
+        stages = [
+            self.run.stage(
+                f"{self.name}-trial-dense-{number}",
+                "dense",
+                0,
+                self.architecture(),
+                {**trial, **self.grid["trial"]},
+                trained_for(half_of),
+            )
+            for number, trial in enumerate(trials)
+        ]
+        return dict(self.run.best(stages, "val/accuracy", list(trials[0]))) if trials else {}
 
     def row(self, row: str, ratio: float) -> Stage | None:
         """Declare a row's training and scores at a ratio; None where the row lacks that ratio."""
@@ -270,7 +293,7 @@ class Study:
                 row,
                 self.main_ratio,
                 {**trial, **limits},
-                lambda s: max(1, s.trainer.max_epochs // 2),
+                half_of,
                 weights,
             )
             for number, trial in enumerate(trials)
@@ -393,6 +416,11 @@ def held_out(limits: dict[str, Any]) -> dict[str, Any]:
 def epochs_of(s: Namespace) -> int:
     """The number of epochs in the stage's file."""
     return s.trainer.max_epochs
+
+
+def half_of(s: Namespace) -> int:
+    """Half of the epochs in the stage's file, and at least one."""
+    return max(1, s.trainer.max_epochs // 2)
 
 
 def trained_for(length: Length) -> dict[str, Length]:

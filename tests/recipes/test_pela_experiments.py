@@ -5,6 +5,7 @@ import json
 import runpy
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import timm
 import torch
@@ -21,6 +22,7 @@ from recipes.experiment import Measuring
 from recipes.nodes import Stage
 from recipes.pela import measures, vision
 from recipes.pela.study import TREATMENTS, fraction_of, slice_of
+from recipes.results import Row, tidy
 from recipes.runner import command_line, run_experiment
 from tests.recipes.report_checks import check_reports_of_parts
 
@@ -197,8 +199,29 @@ def test_a_flag_reaches_rows_of_every_class():
 def test_rows_have_titles_and_trials_are_rows():
     assert set(TREATMENTS) <= set(vision.ROWS)
     trials = GRID["presets"]["small"]["trials"]
-    assert set(trials) == {one.tuned_as for one in TREATMENTS.values()}
+    assert set(trials) == {"dense", *(one.tuned_as for one in TREATMENTS.values())}
     assert {len(one) for one in trials.values()} == {6}  # an equal budget
+
+
+def test_the_dense_model_is_tuned_on_held_out_images_and_rows_start_from_it(tmp_path):
+    run = command_line(vision.EXPERIMENT, ["--preset", "small", "--out", str(tmp_path)])
+    vision.declare(run)  # nothing is trained
+    nodes = {folder.name: node for folder, node in run.nodes.items()}
+    trial = nodes["deit_b-trial-dense-0"].settings
+    assert trial.model.init_args.lr == 1.25e-5
+    assert trial.data.init_args.val_per_class == 20  # not the images that are reported
+    assert {"deit_b-trial-dense-5", "deit_b-trial-dense", "deit_b-dense"} <= set(nodes)
+
+
+def test_a_perturbation_that_is_not_felt_is_not_judged():
+    """In the first published table L_rwp had 0.2 to 2 % of the gradient."""
+    claim = next(one for one in vision.CLAIMS if one.name == "weight perturbation")
+    scores = {"dense": 0.6, "chance": 0.02, "direct": 0.1, "control": 0.4, "rwp": 0.3}
+    for share, verdict in ((0.016, "not judged"), (0.2, "refuted")):
+        rows = [Row(row, "accuracy", value, "deit_b κ 2") for row, value in scores.items()]
+        rows.append(Row("rwp", "share_perturbation", share, "deit_b κ 2"))
+        parts = [tidy(rows, "pela.vision", "small", seed) for seed in range(3)]
+        assert judge(claim, pd.concat(parts))[0] == verdict
 
 
 @pytest.mark.parametrize(("ratio", "name"), [(1.5, "L"), (2.0, "M"), (3.0, None)])
