@@ -208,9 +208,11 @@ def test_the_dense_model_is_tuned_on_held_out_images_and_rows_start_from_it(tmp_
     vision.declare(run)  # nothing is trained
     nodes = {folder.name: node for folder, node in run.nodes.items()}
     trial = nodes["deit_b-trial-dense-0"].settings
-    assert trial.model.init_args.lr == 1.25e-5
-    assert trial.data.init_args.val_per_class == 20  # not the images that are reported
-    assert {"deit_b-trial-dense-5", "deit_b-trial-dense", "deit_b-dense"} <= set(nodes)
+    assert trial["model.lr"] == 1.25e-5
+    assert trial["data.val_per_class"] == 20  # not the images that are reported
+    for dense in ("deit_b-trial-dense", "deit_b-dense"):
+        names = {node.name for node in nodes[dense].waits_for()}
+        assert names == {f"deit_b-trial-dense-{number}" for number in range(6)}
 
 
 def test_a_perturbation_that_is_not_felt_is_not_judged():
