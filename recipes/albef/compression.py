@@ -238,12 +238,13 @@ CLAIMS = [
         gate=_gates("3"),
     ),
     Claim(
-        name="ALBEF: LoRA > PELA on retrieval",
+        name="ALBEF: PELA near LoRA on retrieval",
         paper="PELA",
-        sentence="LoRA, which compresses nothing, is better on retrieval than PELA at κ 3.",
+        sentence="PELA at κ 3 is at most one point of the mean recall in retrieval behind LoRA, "
+        "which compresses nothing.",
         where="Section 4.3",
         number="slightly behind LoRA on retrieval only",
-        test=_compare("lora", "pela_k3"),
+        test=_compare("pela_k3", "lora", -0.01),
         gate=_gates("3"),
     ),
     *(

@@ -66,16 +66,17 @@ def measure_independent(m: Measuring) -> Iterator[Row]:
 
 
 def measure_training(m: Measuring) -> Iterator[Row]:
-    """The validation loss of each independent model after each quarter (x) of its training.
+    """A validation metric of each independent model after each quarter (x) of its training.
 
-    Its fall in the last quarter shows how far the training was from convergence. A stage with fewer
-    than four validations yields no rows.
+    Its change in the last quarter shows how far the training was from convergence. A stage with
+    fewer than four validations yields no rows. Settings: `metric`, such as "val/loss".
     """
+    logged = m.settings["metric"]
     for name, stage in m.stages.items():
-        losses = stage.history.get("val/loss", [])
-        for quarter in range(1, 5) if len(losses) > 3 else ():
-            at = round(len(losses) * quarter / 4) - 1
-            yield Row(INDEPENDENT, "val_loss", losses[at], name, x=quarter)
+        values = stage.history.get(logged, [])
+        for quarter in range(1, 5) if len(values) > 3 else ():
+            at = round(len(values) * quarter / 4) - 1
+            yield Row(INDEPENDENT, logged.replace("/", "_"), values[at], name, x=quarter)
 
 
 def _named(values: dict[str, Any], suffix: str) -> dict[str, Any]:

@@ -203,7 +203,9 @@ def test_independent_models_validate_in_every_quarter(preset, out):
 @pytest.mark.parametrize(("count", "quarters"), [(4, [1, 2, 3, 4]), (10, [2, 5, 8, 10]), (3, [])])
 def test_the_validation_loss_after_each_quarter(count, quarters):
     stage = SimpleNamespace(history={"val/loss": list(range(1, count + 1))})
-    rows = list(matlm_measures.measure_training(SimpleNamespace(stages={"S": stage})))
+    given = SimpleNamespace(stages={"S": stage}, settings={"metric": "val/loss"})
+    rows = list(matlm_measures.measure_training(given))
+    assert {row.metric for row in rows} <= {"val_loss"}
     assert [row.value for row in rows] == quarters
     assert [row.x for row in rows] == [1, 2, 3, 4][: len(quarters)]
 
