@@ -27,7 +27,9 @@ class Column:
         scale: factor by which values are multiplied: 100 for percent.
         digits: number of decimals. With 0 (counts, not scores) no cell is marked † as collapsed.
         spread: "sd": mean ± standard deviation; "range": median (lowest–highest); "": the mean.
-        reference: a row; cells are then paired differences to it, with 95 % interval.
+        reference: cells are then paired differences to it, with 95 % interval: a value of the
+            table's index (a row), or conditions in place of the column's, such as {"row": "full"}
+            where the table's index is the set.
     """
 
     title: str
@@ -37,7 +39,7 @@ class Column:
     scale: float = 1.0
     digits: int = 1
     spread: str = "sd"
-    reference: str = ""
+    reference: str | Where = ""
 
 
 @dataclass
@@ -130,7 +132,9 @@ def tabulate(
         cells = [title]
         for place, column in shown_columns:
             if column.reference:
-                base = {**column.where, index: column.reference}
+                other = column.reference
+                other = {index: other} if isinstance(other, str) else other
+                base = {**column.where, index: row, **other}
                 compared = difference(
                     values[row, place], by_seed(table, column.metric, base, column.mean_over)
                 )

@@ -10,8 +10,8 @@ and converted once into a folder that plain transformers or timm loads:
     AutoModel.from_pretrained("weights/bge-small-en"), … ("weights/all-MiniLM-L6-v2")
     timm.create_model("local-dir:weights/dinov2-vit-s14-depth9", pretrained=True, img_size=70)
 
-PROVENANCE in the folder says where they come from. SHA256SUMS has the hash of every file, and a folder
-in which one has changed is refused. With a network, name a hub model instead.
+PROVENANCE in the folder says where they come from. SHA256SUMS has the hash of every file, and a
+folder in which one has changed is refused. With a network, name a hub model instead.
 """
 
 import argparse

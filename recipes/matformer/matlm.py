@@ -320,10 +320,11 @@ def _by_size(main: pd.DataFrame, titles: dict[str, str], run: Run) -> list[str]:
     paragraphs = []
     for metric, title in METRICS.items():
         scale = 100 if title.endswith("%") else 1
-        columns = [
-            Column(name, metric, {"row": row}, scale=scale, digits=1 if scale == 100 else 4)
-            for row, name in titles.items()
-        ]
+        style: dict[str, Any] = {"scale": scale, "digits": 1 if scale == 100 else 4}
+        columns = [Column(name, metric, {"row": row}, **style) for row, name in titles.items()]
+        difference = f"{NESTED['matlm']} − {INDEPENDENT}"
+        reference = {"row": INDEPENDENT}
+        columns.append(Column(difference, metric, {"row": "matlm"}, reference=reference, **style))
         paragraphs += [f"## {title}", tabulate(main, None, columns, index="set").markdown()]
     plots.scatter(
         main,

@@ -381,11 +381,16 @@ def size_costs(row: str | list[str] = "matvit") -> list[Column]:
 def compared(
     methods: dict[str, str], metric: str = "accuracy", scale: float = 100, digits: int = 1
 ) -> list[Column]:
-    """A column for each method."""
-    return [
-        Column(title, metric, {"row": row}, scale=scale, digits=digits)
-        for row, title in methods.items()
-    ]
+    """A column for each method, then MatViT's and the unsorted rows' paired differences."""
+    style: dict[str, Any] = {"scale": scale, "digits": digits}
+    columns = [Column(title, metric, {"row": row}, **style) for row, title in methods.items()]
+    for row, reference in (("matvit", "independent"), ("matvit", "unsorted")):
+        if row in methods and reference in methods:
+            title = f"{methods[row]} − {methods[reference]}"
+            columns.append(
+                Column(title, metric, {"row": row}, reference={"row": reference}, **style)
+            )
+    return columns
 
 
 def report_orders(table: pd.DataFrame) -> list[str]:

@@ -127,6 +127,13 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         for mode in MODES
         for family, title in FAMILIES.items()
     ]
+    columns += [
+        Column(
+            f"difference, {mode}", mode, {"row": "matvit"}, scale=100,
+            reference={"row": "independent"},
+        )
+        for mode in MODES
+    ]  # fmt: skip
     main = tabulate(
         table, sizes, [*matvit.size_costs(), *columns], index="set", heading="query encoder"
     )

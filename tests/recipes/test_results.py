@@ -185,6 +185,13 @@ class TestTable:
         assert table.rows[0][1].startswith("+7.5 [-") and table.rows[1] == ["LoRA", ""]
         assert "95 % interval" in table.notes[0]
 
+    def test_differences_in_a_table_of_sets(self):
+        column = Column("VeRA − LoRA", "score", {"row": "vera"}, reference={"row": "lora"})
+        table = tabulate(example(), ["RTE", "MRPC"], [column], index="set")
+        of_rte = paired(example(), "score", "lora", {"set": "RTE"}).iloc[0]
+        assert table.rows[0][0] == "RTE" and table.rows[0][1].startswith(f"{of_rte['mean']:+.1f} [")
+        assert [row[0] for row in table.rows] == ["RTE", "MRPC"]
+
     def test_a_column_without_numbers_is_left_out(self):
         columns = [Column(metric, metric, {"set": "RTE"}) for metric in ("seconds", "score")]
         table = tabulate(example(), ROWS, columns)
