@@ -105,14 +105,16 @@ class Run:
         metric: str | Sequence[str],
         keys: Sequence[str],
         mode: str = "max",
+        at_end: bool = True,
     ) -> dict[str, Later]:
-        """Values of settings in the best of several trials, by each trial's best value of a metric.
+        """Values of settings in the best of several trials, by a metric.
 
         Args:
             stages: the trials, which differ in these settings.
             metric: a logged metric, such as "val/accuracy"; or several, whose mean counts.
             keys: the settings, such as "model.lr".
             mode: "max" or "min".
+            at_end: whether the last or the best value of each trial counts, see `best_of`.
         """
 
         def reader(key: str) -> Callable[[list[Finished]], Any]:
@@ -121,7 +123,7 @@ class Run:
                     if any(name not in trial.history for trial in trials):
                         known = ", ".join(trials[0].history)
                         raise ValueError(f"{name} was not logged: expected one of {known}")
-                return at(best_of(trials, metric, mode).settings, key)
+                return at(best_of(trials, metric, mode, at_end).settings, key)
 
             return read
 
@@ -143,6 +145,7 @@ class Run:
         metric: str,
         varied: Mapping[str, Any],
         settings: Mapping[str, Any],
+        at_end: bool = True,
     ) -> dict[str, Later]:
         """Try each candidate (a set of settings) with seed 0, and take the settings of the best.
 
@@ -153,12 +156,13 @@ class Run:
             metric: as for `best`; larger is better.
             varied: settings of all trials, as for `stage`.
             settings: likewise.
+            at_end: as for `best`.
         """
         trials = [
             self.stage(f"{name} trial {number}", config, 0, {**varied, **candidate}, settings)
             for number, candidate in enumerate(candidates, 1)
         ]
-        return self.best(trials, metric, list(candidates[0]))
+        return self.best(trials, metric, list(candidates[0]), at_end=at_end)
 
     def value(self, node: Node, read: Callable[[Finished], Any], what: str, like: Any) -> Later:
         """A value that is read from a finished node, such as a batch size from measured memory.

@@ -21,7 +21,7 @@ def measure_score(m: Measuring) -> Iterator[Row]:
     score, as the papers do; "test" scores the last checkpoint on the held-out test split.
     """
     metric, part = m.settings["metric"], m.settings["part"]
-    stage = best_of(list(m.stages.values()), f"val/{metric}")
+    stage = best_of(list(m.stages.values()), f"val/{metric}", at_end=part != "val")
     data = stage.datamodule()
     if part == "val":
         logged = stage.history[f"val/{metric}"]

@@ -167,15 +167,28 @@ def best(values: Sequence[float], mode: str = "max") -> float:
     return sign * max(sign * one if math.isfinite(one) else -math.inf for one in values)
 
 
-def best_of(trials: Sequence[Finished], metric: str | Sequence[str], mode: str = "max") -> Finished:
-    """The training with the best value of a metric in its log, or the best mean of several metrics.
+def best_of(
+    trials: Sequence[Finished],
+    metric: str | Sequence[str],
+    mode: str = "max",
+    at_end: bool = True,
+) -> Finished:
+    """The best of several trainings by a metric in their logs, or by the sum of several metrics.
 
-    The first if several trainings are equal.
+    Args:
+        trials: the trainings; of equal ones the first is taken.
+        metric: its name, or several names.
+        mode: "max" or "min".
+        at_end: compare the last values, of the checkpoint that is scored later: a training that was
+            good once and then diverged is not the best. False: compare each training's best values.
     """
     if len(trials) == 1:
         return trials[0]
     pick, metrics = (max if mode == "max" else min), [metric] if isinstance(metric, str) else metric
-    return pick(trials, key=lambda trial: sum(best(trial.history[name], mode) for name in metrics))
+    start = -1 if at_end else 0
+    return pick(
+        trials, key=lambda one: sum(best(one.history[name][start:], mode) for name in metrics)
+    )
 
 
 def read_record(folder: Path) -> dict[str, Any]:

@@ -240,7 +240,7 @@ class Chains:
             }
         title = f"{self.name} {row}"
         if candidates:
-            varied |= self.chosen(title, varied, candidates)
+            varied |= self.chosen(title, varied, candidates, select)
         if steps is not None:
             title = f"{title} {steps} steps" if chain else f"{self.name} without adaptation"
         tuned = self.run.stage(title, f"{self.kind}_finetune", self.seed, varied, shared)
@@ -263,9 +263,12 @@ class Chains:
         return tuned
 
     def chosen(
-        self, title: str, varied: Mapping[str, Any], candidates: list[dict[str, Any]]
+        self, title: str, varied: Mapping[str, Any], candidates: list[dict[str, Any]], select: str
     ) -> dict[str, Any]:
-        """The best candidate on the validation part, each tried with seed 0."""
+        """The best candidate on the validation part, each tried with seed 0.
+
+        It is judged by the checkpoint that `select` scores: the "last" or the "best".
+        """
         return dict(
             self.run.best_candidate(
                 title,
@@ -274,6 +277,7 @@ class Chains:
                 f"val/{self.metric}",
                 {**varied, "trainer.limit_val_batches": 1.0},
                 {**self.settings, **self.held_out},
+                at_end=select == "last",
             )
         )
 

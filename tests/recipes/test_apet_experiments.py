@@ -339,9 +339,11 @@ def test_the_best_trial_counts():
         finished.history = {"val/accuracy": values}
         return finished
 
-    trials = [trial("a", [0.5, 0.7]), trial("b", [0.8, 0.6]), trial("c", [0.8])]
-    assert best_of(trials, "val/accuracy").folder == Path("b")
-    assert best_of(trials, "val/accuracy", "min").folder == Path("a")
+    trials = [trial("a", [0.5, 0.7]), trial("b", [0.8, 0.6]), trial("c", [0.75])]
+    assert best_of(trials, "val/accuracy").folder == Path("c")  # b was better before it got worse
+    assert best_of(trials, "val/accuracy", "min").folder == Path("b")
+    assert best_of(trials, "val/accuracy", at_end=False).folder == Path("b")
+    assert best_of(trials, "val/accuracy", "min", at_end=False).folder == Path("a")
 
 
 def test_counts_train_nothing_but_the_budget():
