@@ -144,12 +144,15 @@ class EncoderDecoderSet(Dataset):
 
 
 def read_squad(path: Path) -> Iterator[Pair]:
-    """Pairs of context and question with each answer; questions without answers are left out."""
+    """Pairs of question and context with each answer; questions without answers are left out.
+
+    The question comes first, since an input that is too long loses its end.
+    """
     with _shape(path, "SQuAD's"):
         for article in _json(path)["data"]:
             for paragraph in article["paragraphs"]:
                 for question in paragraph["qas"]:
-                    text = f"{paragraph['context']} {question['question']}"
+                    text = f"{question['question']} {paragraph['context']}"
                     for answer in dict.fromkeys(a["text"] for a in question["answers"]):
                         yield Pair(text, answer)
 

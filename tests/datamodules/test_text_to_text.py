@@ -33,8 +33,8 @@ FILES = {
 }
 PAIRS = {
     "squad": [
-        ("The sky is blue. What is blue?", "The sky"),
-        ("The sky is blue. What is blue?", "sky"),
+        ("What is blue? The sky is blue.", "The sky"),
+        ("What is blue? The sky is blue.", "sky"),
     ],
     "nq_open": [("who wrote it", "A. B."), ("who wrote it", "Ann B.")],
     "samsum": [("A: hi\r\nB: ho", "They greet.")],
@@ -103,6 +103,15 @@ def test_a_long_input_loses_its_end_and_keeps_what_follows(tmp_path):
         [ids] = data.encode_prompts([text])
         assert len(ids) <= 64
         assert data.tokenizer.decode(ids, skip_special_tokens=True).endswith("word Output:")
+
+
+def test_the_question_about_a_long_context_stays(tmp_path):
+    data = made(tmp_path, "squad")
+    long = json.loads(FILES["squad"]["train.json"])
+    long["data"][0]["paragraphs"][0]["context"] = "The sky is blue. " * 50
+    (tmp_path / "train.json").write_text(json.dumps(long))
+    [first, _] = data.encode_prompts([pair.text for pair in data.examples("train")])
+    assert data.tokenizer.decode(first).startswith("<s>Input: What is blue? The sky is blue.")
 
 
 BAD = [
