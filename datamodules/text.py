@@ -65,9 +65,9 @@ class SentenceSet(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         first, second, label = self.examples[index]
         if self.prompts:
-            text = first if second is None else f"{first} {second}"
             around = special_tokens(self.tokenizer)
-            [ids] = framed([text], self.tokenizer, self.max_length, *around)
+            seconds = [] if second is None else [second]
+            [ids] = framed([first], self.tokenizer, self.max_length, *around, seconds)
             sample = {"input_ids": ids, "attention_mask": [1] * len(ids)}
         else:
             length = self.max_length

@@ -3,6 +3,7 @@
 import pytest
 
 from datamodules import GLUEData, ReviewData
+from datamodules.text import Example, SentenceSet
 from datamodules.tokens import special_tokens, train_tokenizer
 
 
@@ -39,6 +40,18 @@ def test_sentences_become_prompts_with_label_words():
     texts = {data.tokenizer.decode(ids, skip_special_tokens=True) for ids in batch["input_ids"]}
     assert texts == {f"Input: {e.first} {e.second} Output:" for e in example}
     assert sorted(batch) == ["attention_mask", "input_ids", "labels"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kept"), [(50, 50, (21, 21)), (50, 4, (38, 4)), (4, 50, (4, 38))]
+)
+def test_the_longer_sentence_of_a_prompt_is_truncated_first(first, second, kept):
+    tokenizer = train_tokenizer(["Input: Output: a b"] * 9, 300)
+    pair = Example("a " * first, "b " * second)
+    texts = SentenceSet([pair], tokenizer, 48, regression=False, prompts=True)
+    text = tokenizer.decode(texts[0]["input_ids"])
+    assert (text.count(" a"), text.count(" b")) == kept and text.endswith(" Output:</s>")
+    assert len(texts[0]["input_ids"]) == 48
 
 
 BAD = [
