@@ -86,7 +86,8 @@ class PromptedData(TokenizedData):
         """The template, the special tokens before and after a prompt, how texts are decoded."""
         if self.template is None:
             return {}
-        [plain], [ids] = encode(["a"], self.tokenizer), self.encode_prompts(["a"])
+        prompt = self.template.replace("{input}", "a")
+        [plain], [ids] = encode([prompt], self.tokenizer), self.encode_prompts([prompt])
         start = next(i for i in range(len(ids)) if ids[i : i + len(plain)] == plain)
         return {
             "kind": "prompts",
@@ -94,9 +95,14 @@ class PromptedData(TokenizedData):
             "before": ids[:start],
             "behind": ids[start + len(plain) :],
             "tokenizer": tokenizer_state(self.tokenizer),
-            "max_length": self.max_length,
+            "max_length": self.prompt_length,
             "decoding": self.decoding,
         }
+
+    @property
+    def prompt_length(self) -> int:
+        """Most tokens of a prompt."""
+        return self.max_length
 
     def prompts(self, part: str) -> list[str]:
         """The different prompts of a part, in order of first appearance."""

@@ -100,12 +100,20 @@ class TextToTextData(PromptedData):
         name = self.names.get(part) or self.names["val"]
         return list(READERS[self.form](data_folder(self.root, self.form) / name))
 
+    template = " {input}"  # between `Input:` and ` Output:`, which encode_prompts adds
+
+    @property
+    def prompt_length(self) -> int:
+        """Most tokens of a prompt; a decoder's max_length is of prompt and target together."""
+        return self.max_length - (0 if self.encoder_decoder else self.target_length)
+
     def encode_prompts(self, prompts: Sequence[str]) -> list[list[int]]:
         if self.encoder_decoder:
-            return framed(prompts, self.tokenizer, self.max_length, end=[self.end_token_id])
-        begin = self.tokenizer.bos_token_id
-        begins = [] if begin is None else [begin]
-        return framed(prompts, self.tokenizer, self.max_length - self.target_length, begins)
+            begins, ends = [], [self.end_token_id]
+        else:
+            begin = self.tokenizer.bos_token_id
+            begins, ends = [] if begin is None else [begin], []
+        return framed(prompts, self.tokenizer, self.prompt_length, begins, ends)
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         short = encode([f" {text.strip()}" for text in texts], self.tokenizer)

@@ -7,6 +7,7 @@ import torch
 
 from datamodules.loading import IGNORED
 from datamodules.text_to_text import TextToTextData
+from datamodules.tokens import encode
 
 ANSWERS = [{"text": text} for text in ("The sky", "sky", "sky")]
 QUESTIONS = [
@@ -112,6 +113,17 @@ def test_the_question_about_a_long_context_stays(tmp_path):
     (tmp_path / "train.json").write_text(json.dumps(long))
     [first, _] = data.encode_prompts([pair.text for pair in data.examples("train")])
     assert data.tokenizer.decode(first).startswith("<s>Input: What is blue? The sky is blue.")
+
+
+@pytest.mark.parametrize("encoder_decoder", [False, True])
+def test_the_description_gives_the_prompts_of_training(encoder_decoder, tmp_path):
+    data = made(tmp_path, "nq_open", encoder_decoder=encoder_decoder)
+    description, texts = data.describe(), ["who wrote it", "word " * 100]
+    before, behind = description["before"], description["behind"]
+    room = description["max_length"] - len(before) - len(behind)
+    filled = [description["template"].replace("{input}", text) for text in texts]
+    prompts = [[*before, *ids[:room], *behind] for ids in encode(filled, data.tokenizer)]
+    assert prompts == data.encode_prompts(texts)
 
 
 BAD = [
