@@ -15,6 +15,8 @@ Files, as published:
 """
 
 import json
+import random
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -51,6 +53,8 @@ class TextToTextData(PromptedData):
     Args:
         form: format of the files, see the module's description.
         root: folder of the files; $RECIPES_DATA/<form> when None.
+        source: "folder" reads `root`; "generated" writes a few questions in NQ-Open's form with
+            `write_nq_open` and reads those.
         files: names of the train, val and test files, if they differ from the published ones
             (required for "columns"); without a test file the val file is the test part.
         encoder_decoder: whether the model is an encoder–decoder, such as T5.
@@ -65,6 +69,7 @@ class TextToTextData(PromptedData):
         self,
         form: Form,
         root: str | None = None,
+        source: Literal["folder", "generated"] = "folder",
         files: dict[str, str] | None = None,
         encoder_decoder: bool = False,
         target_length: int = 64,
@@ -79,9 +84,17 @@ class TextToTextData(PromptedData):
                 f"files is {files}, expected the names of your train and val files: set "
                 '--data.files \'{"train": "train.csv", "val": "val.csv"}\'.'
             )
+        if source not in ("folder", "generated"):
+            raise ValueError(f"source is {source!r}, expected folder or generated.")
+        if source == "generated" and (form != "nq_open" or files):
+            raise ValueError(
+                f"form is {form!r} and files is {files}, expected nq_open without files, which the "
+                "generator writes: set --data.source folder to read your own."
+            )
         require_share(val_fraction, "0 to validate on the val file")
         self.val_fraction = val_fraction
-        self.form, self.root, self.names = form, root, {**FILES[form], **(files or {})}
+        self.form, self.root, self.source = form, root, source
+        self.names = {**FILES[form], **(files or {})}
         self.encoder_decoder, self.target_length = encoder_decoder, target_length
 
     def load(self, part: str) -> list[Pair]:
@@ -98,6 +111,9 @@ class TextToTextData(PromptedData):
 
     def _official(self, part: str) -> list[Pair]:
         name = self.names.get(part) or self.names["val"]
+        if self.source == "generated":
+            with tempfile.TemporaryDirectory() as scratch:
+                return list(read_nq_open(write_nq_open(scratch, self.seed) / name))
         return list(READERS[self.form](data_folder(self.root, self.form) / name))
 
     template = " {input}"  # between `Input:` and ` Output:`, which encode_prompts adds
@@ -245,3 +261,33 @@ def _parse(text: str, place: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{place} is no JSON ({error}): fetch or write it again.") from error
+
+
+# Generated data in the same format.
+
+_SUBJECTS = ("the cook", "a waiter", "my sister", "the old man", "our teacher")
+_VERBS = ("likes", "sells", "paints", "carries", "buys")
+
+
+def write_nq_open(folder: str | Path, seed: int = 0) -> Path:
+    """Write train.jsonl and dev.jsonl in NQ-Open's form: questions that a small model can learn.
+
+    Args:
+        folder: created if it does not exist.
+        seed: seed of the questions.
+
+    Returns:
+        The folder.
+    """
+    rng, folder = random.Random(seed), Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    answers = {verb: rng.choice(_SUBJECTS) for verb in _VERBS}
+    for part, count in (("train", 64), ("dev", 16)):
+        verbs = [rng.choice(_VERBS) for _ in range(count)]
+        pairs = [
+            {"question": f"who {verb} {rng.choice(_SUBJECTS)}", "answer": [answers[verb]]}
+            for verb in verbs
+        ]
+        lines = "".join(json.dumps(pair) + "\n" for pair in pairs)
+        (folder / f"{part}.jsonl").write_text(lines, encoding="utf-8")
+    return folder

@@ -1,7 +1,5 @@
 """Decodes a tuned model's texts and scores them by F1 (answers) or ROUGE-L (summaries), App. D."""
 
-import json
-import random
 from collections.abc import Iterator, Sequence
 
 from torchmetrics.functional.text import rouge_score, squad
@@ -12,9 +10,6 @@ from recipes.methods import costs
 from recipes.nodes import device
 from recipes.records import best_of
 from recipes.results import Row
-
-_SUBJECTS = ("the cook", "a waiter", "my sister", "the old man", "our teacher")
-_VERBS = ("likes", "sells", "paints", "carries", "buys")
 
 
 def measure_texts(m: Measuring) -> Iterator[Row]:
@@ -66,20 +61,3 @@ def text_score(metric: str, texts: Sequence[str], references: Sequence[Sequence[
 def measure_nothing(m: Measuring) -> Iterator[Row]:
     """The guessing baseline of a free-text task: a score of 0, as in the paper."""
     yield Row(metric="score", value=0.0, row="majority", set=m.settings["set"])
-
-
-def write_questions(m: Measuring) -> Iterator[Row]:
-    """Write generated questions in NQ-Open's format into the folder `questions`, for `tiny`."""
-    rng = random.Random(0)
-    folder = m.folder / "questions"
-    folder.mkdir(exist_ok=True)
-    answers = {verb: rng.choice(_SUBJECTS) for verb in _VERBS}
-    for part, count in (("train", 64), ("dev", 16)):
-        verbs = [rng.choice(_VERBS) for _ in range(count)]
-        pairs = [
-            {"question": f"who {verb} {rng.choice(_SUBJECTS)}", "answer": [answers[verb]]}
-            for verb in verbs
-        ]
-        lines = map(json.dumps, pairs)
-        (folder / f"{part}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    yield Row(metric="questions", value=len(answers), row="questions")

@@ -128,6 +128,8 @@ def test_the_description_gives_the_prompts_of_training(encoder_decoder, tmp_path
 
 BAD = [
     ({"form": "trivia"}, {}, "expected one of squad, nq_open"),
+    ({"form": "squad", "source": "generated"}, {}, "expected nq_open without files"),
+    ({"form": "squad", "source": "hub"}, {}, "expected folder or generated"),
     ({"form": "columns"}, {}, "expected the names of your train and val files"),
     ({"form": "samsum"}, {"train.json": "[1]"}, "not in SAMSum's form"),
     ({"form": "samsum"}, {"train.json": "[{"}, "is no JSON"),
@@ -143,6 +145,16 @@ def test_bad_files_are_said(arguments, files, message, tmp_path):
         for name, text in files.items():
             (tmp_path / name).write_text(text)
         data.examples("train")
+
+
+def test_generated_questions_need_no_folder(monkeypatch):
+    monkeypatch.delenv("RECIPES_DATA", raising=False)
+    data = TextToTextData(form="nq_open", source="generated", vocab_size=300)
+    assert [len(data.examples(part)) for part in ("train", "val", "test")] == [64, 16, 16]
+    # the verb alone decides the answer, in both parts
+    pairs = [*data.examples("train"), *data.examples("val")]
+    answers = {pair.text.split()[1]: pair.target for pair in pairs}
+    assert all(answers[pair.text.split()[1]] == pair.target for pair in pairs)
 
 
 def test_a_missing_file_is_named(tmp_path):
