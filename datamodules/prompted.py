@@ -57,13 +57,13 @@ class PromptSet(Dataset):
 class PromptedData(TokenizedData):
     """Batches for a causal language model, and references to score its generated texts.
 
-    Training and validation: `input_ids`, `attention_mask`, `labels` (B, L), padded on the right;
-    labels are -100 except for the text and its end-of-text token. Sequences are truncated to
-    `max_length` tokens; examples whose prompt alone is that long are dropped, with a warning. Test
-    and prediction: every different prompt of the test part once, `input_ids` and `attention_mask`
-    (B, L) padded on the left, as generation needs it, and `labels` (B,), the index of the prompt in
-    `prompts("test")` and `references("test")`; -100 marks samples that only fill up the last
-    batches of several ranks. `prompt_dataloader` has such batches of another part.
+    Training, validation and test: `input_ids`, `attention_mask`, `labels` (B, L), padded on the
+    right; labels are -100 except for the text and its end-of-text token. Sequences are truncated to
+    `max_length` tokens; examples whose prompt alone is that long are dropped, with a warning.
+    `prompt_dataloader(part)`, and prediction for the test part: every different prompt once,
+    `input_ids` and `attention_mask` (B, L) padded on the left, as generation needs it, and `labels`
+    (B,), the index of the prompt in `prompts(part)` and `references(part)`; -100 marks samples that
+    only fill up the last batches of several ranks.
 
     A subclass returns a part's (prompt, text) pairs in `load`, and tokenises prompts in
     `encode_prompts`. Arguments: see `TokenizedData`.
@@ -127,7 +127,7 @@ class PromptedData(TokenizedData):
         return self.tokenizer.eos_token_id
 
     def samples(self, part: str) -> Dataset:
-        if part in ("test", "predict"):
+        if part == "predict":
             return self._prompt_set(self.prompts("test"))
         prompts, texts = zip(*self.examples(part), strict=True)
         pairs = [

@@ -43,10 +43,10 @@ class Pair(NamedTuple):
 class TextToTextData(PromptedData):
     """Inputs, and target texts that a model should generate for them.
 
-    Batches of training and validation: `input_ids`, `attention_mask`, `labels`, padded on the
+    Batches of training, validation and test: `input_ids`, `attention_mask`, `labels`, padded on the
     right. For a decoder they are (B, L), input and target, with labels -100 for the input's tokens;
-    for an encoder–decoder the input is (B, L), and the labels are the target (B, M). Test: see
-    `PromptedData`; an input with several answers occurs once, with all of them as references.
+    for an encoder–decoder the input is (B, L), and the labels are the target (B, M). For
+    prompts see `PromptedData`; an input with several answers is one, with all as its references.
 
     An input that is too long is truncated; the word `Output:` still follows it.
 
@@ -136,7 +136,7 @@ class TextToTextData(PromptedData):
         return [[*ids[: self.target_length - 1], self.end_token_id] for ids in short]
 
     def samples(self, part: str) -> Dataset:
-        if not self.encoder_decoder or part in ("test", "predict"):
+        if not self.encoder_decoder or part == "predict":
             return super().samples(part)
         texts, targets = zip(*self.examples(part), strict=True)
         pairs = list(zip(self.encode_prompts(texts), self.encode_texts(targets), strict=True))

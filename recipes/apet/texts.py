@@ -21,7 +21,7 @@ def measure_texts(m: Measuring) -> Iterator[Row]:
     stage = best_of(list(m.stages.values()), "val/loss", "min")
     data, module = stage.datamodule(), stage.module(device())
     texts = [""] * len(data.prompts("test"))
-    for batch in data.test_dataloader():
+    for batch in data.prompt_dataloader("test"):
         places = batch.pop("labels").tolist()
         decoded = generate(module.model, batch, data.tokenizer, max_new_tokens=data.target_length)
         for place, text in zip(places, decoded, strict=True):

@@ -68,7 +68,7 @@ def test_a_decoder_reads_both_and_learns_the_target(tmp_path):
     assert text.startswith("<s>Input: who wrote it Output: A. B.</s>")
     learnt = batch["labels"][0]
     assert data.tokenizer.decode(learnt[learnt != IGNORED]) == " A. B.</s>"
-    prompts = next(iter(data.test_dataloader()))
+    prompts = next(iter(data.prompt_dataloader("test")))
     assert data.tokenizer.decode(prompts["input_ids"][0]) == "<s>Input: who wrote it Output:"
 
 
