@@ -6,9 +6,10 @@ learns to generate the output.
 
 Files, as published:
 
-    SQuAD        train.json, dev.json: {"data": [{"paragraphs": [{"context", "qas": [{"question",
-                 "answers": [{"text"}]}]}]}]}
-    NQ-Open      train.jsonl, dev.jsonl: {"question", "answer": [texts]} on each line
+    SQuAD        train-v1.1.json, dev-v1.1.json, or train.json, dev.json: {"data":
+                 [{"paragraphs": [{"context", "qas": [{"question", "answers": [{"text"}]}]}]}]}
+    NQ-Open      NQ-open.train.jsonl, NQ-open.dev.jsonl, or train.jsonl, dev.jsonl: {"question",
+                 "answer": [texts]} on each line
     SAMSum       train.json, val.json, test.json: [{"dialogue", "summary"}]
     Multi-News   train.src, train.tgt, val.src, …: a text on each line, the same lines in both
     columns      your own csv, tsv or jsonl, with the columns `text` and `target`
@@ -114,7 +115,9 @@ class TextToTextData(PromptedData):
         if self.source == "generated":
             with tempfile.TemporaryDirectory() as scratch:
                 return list(read_nq_open(write_nq_open(scratch, self.seed) / name))
-        return list(READERS[self.form](data_folder(self.root, self.form) / name))
+        path = data_folder(self.root, self.form) / name
+        published = path.with_name(PUBLISHED.get(self.form, {}).get(name, name))
+        return list(READERS[self.form](path if path.is_file() else published))
 
     template = " {input}"  # between `Input:` and ` Output:`, which encode_prompts adds
 
@@ -199,15 +202,24 @@ def read_samsum(path: Path) -> Iterator[Pair]:
 
 
 def read_multi_news(path: Path) -> Iterator[Pair]:
-    """Pairs of an event's articles and their summary, from a .src file and the .tgt beside it.
+    """Pairs of an event's articles and their summary, from a src file and the tgt beside it.
 
     Raises:
-        ValueError: if they have different numbers of lines.
+        ValueError: if they have different numbers of lines, or the name has no src.
     """
-    sources, targets = open_lines(path), open_lines(path.with_suffix(".tgt"))
+    before, src, after = path.name.rpartition("src")
+    if not src:
+        raise ValueError(
+            f"{path.name} has no src in its name, expected one as train.src.cleaned, whose "
+            "summaries are in train.tgt.cleaned or train.tgt: rename both files."
+        )
+    beside = path.with_name(f"{before}tgt{after}")
+    if not beside.is_file():  # beside train.src.cleaned, train.tgt is published
+        beside = path.with_name(f"{before}tgt")
+    sources, targets = open_lines(path), open_lines(beside)
     if len(sources) != len(targets):
         raise ValueError(
-            f"{path} has {len(sources)} lines and {path.with_suffix('.tgt').name} {len(targets)}, "
+            f"{path} has {len(sources)} lines and {beside.name} {len(targets)}, "
             "expected equal numbers: fetch both files of one release."
         )
     for source, target in zip(sources, targets, strict=True):
@@ -233,6 +245,10 @@ FILES: Mapping[str, dict[str, str]] = {
     "samsum": {"train": "train.json", "val": "val.json", "test": "test.json"},
     "multi_news": {"train": "train.src", "val": "val.src", "test": "test.src"},
     "columns": {},
+}
+PUBLISHED: Mapping[str, dict[str, str]] = {  # names that are taken where those of FILES are missing
+    "squad": {"train.json": "train-v1.1.json", "dev.json": "dev-v1.1.json"},
+    "nq_open": {"train.jsonl": "NQ-open.train.jsonl", "dev.jsonl": "NQ-open.dev.jsonl"},
 }
 
 

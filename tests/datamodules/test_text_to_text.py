@@ -134,6 +134,7 @@ BAD = [
     ({"form": "samsum"}, {"train.json": "[1]"}, "not in SAMSum's form"),
     ({"form": "samsum"}, {"train.json": "[{"}, "is no JSON"),
     ({"form": "squad"}, {"train.json": '{"data": [{"paragraphs": 3}]}'}, "not in SQuAD's form"),
+    ({"form": "multi_news", "files": {"train": "a.txt"}}, {}, "a.txt has no src in its name"),
     ({"form": "multi_news"}, {"train.tgt": "one\n"}, "has 2 lines and train.tgt 1"),
 ]
 
@@ -145,6 +146,29 @@ def test_bad_files_are_said(arguments, files, message, tmp_path):
         for name, text in files.items():
             (tmp_path / name).write_text(text)
         data.examples("train")
+
+
+@pytest.mark.parametrize(
+    ("form", "train", "val"),
+    [
+        ("squad", "train-v1.1.json", "dev-v1.1.json"),
+        ("nq_open", "NQ-open.train.jsonl", "NQ-open.dev.jsonl"),
+    ],
+)
+def test_files_are_found_by_their_published_names_too(form, train, val, tmp_path):
+    data = made(tmp_path, form)
+    ours = list(FILES[form])
+    (tmp_path / ours[0]).rename(tmp_path / train)
+    (tmp_path / ours[1]).rename(tmp_path / val)
+    assert data.examples("train") == data.examples("val") == PAIRS[form]
+
+
+@pytest.mark.parametrize("target", ["train.tgt.cleaned", "train.tgt"])
+def test_the_summaries_of_multi_news_are_beside_the_articles(target, tmp_path):
+    data = made(tmp_path, "multi_news", files={"train": "train.src.cleaned"})
+    (tmp_path / "train.src").rename(tmp_path / "train.src.cleaned")
+    (tmp_path / "train.tgt").rename(tmp_path / target)
+    assert data.examples("train") == PAIRS["multi_news"]
 
 
 def test_generated_questions_need_no_folder(monkeypatch):
