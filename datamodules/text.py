@@ -202,9 +202,14 @@ class SentenceData(TokenizedData):
         """The token of each class's word.
 
         Raises:
-            ValueError: if the words are not one for each class, or one is not a single token.
+            ValueError: if the words are not one for each class, or do not have a token each.
         """
         words = self.label_words or []
+        if self.regression:
+            raise ValueError(
+                f"label_words is {words}, expected none, since the labels are numbers: train a "
+                "regressor, as recipes/apet/encoder.yaml does, without --data.label_words."
+            )
         if len(words) != self.num_classes or len(set(words)) < len(words):
             raise ValueError(
                 f"label_words is {words}, expected {self.num_classes} different words, one for "
@@ -217,7 +222,13 @@ class SentenceData(TokenizedData):
                     f"the label word {word!r} is {len(ids)} tokens of the tokenizer, expected one: "
                     "choose a commoner word in --data.label_words."
                 )
-        return [ids[0] for ids in tokens]
+        found = [ids[0] for ids in tokens]
+        if len(set(found)) < len(found) or self.tokenizer.unk_token_id in found:
+            raise ValueError(
+                f"the label words {', '.join(map(repr, words))} have the tokens {found}, expected "
+                "a known one for each: choose other words in --data.label_words."
+            )
+        return found
 
     @property
     def num_classes(self) -> int:

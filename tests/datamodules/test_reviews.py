@@ -1,6 +1,8 @@
 """Reviews of films, and sentences as prompts with label words."""
 
 import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from datamodules import GLUEData, ReviewData
 from datamodules.text import Example, SentenceSet
@@ -65,6 +67,26 @@ BAD = [
 def test_label_words_that_do_not_serve_are_said(words, message):
     data = GLUEData("RTE", source="generated", label_words=words, vocab_size=259)
     with pytest.raises(ValueError, match=message):
+        data.label_tokens  # noqa: B018
+
+
+@pytest.mark.parametrize("words", [["zwyx", "qqvk"], ["zwyx", "yes"], ["Yes", "yes"]])
+def test_label_words_need_known_and_different_tokens(words):
+    model = models.WordLevel({"[UNK]": 0, "yes": 1, "no": 2}, unk_token="[UNK]")
+    lower = Tokenizer(model)
+    lower.normalizer = normalizers.Lowercase()
+    lower.pre_tokenizer = pre_tokenizers.Whitespace()
+    data = GLUEData("RTE", source="generated", label_words=words)
+    data._tokenizer = PreTrainedTokenizerFast(tokenizer_object=lower, unk_token="[UNK]")
+    with pytest.raises(ValueError, match=f"the label words '{words[0]}', '{words[1]}' have the"):
+        data.label_tokens  # noqa: B018
+    data.label_words = ["yes", "no"]
+    assert data.label_tokens == [1, 2]
+
+
+def test_numbers_have_no_label_words():
+    data = GLUEData("STS-B", source="generated", label_words=["yes", "no"])
+    with pytest.raises(ValueError, match="expected none, since the labels are numbers"):
         data.label_tokens  # noqa: B018
 
 
