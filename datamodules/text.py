@@ -253,6 +253,11 @@ class SentenceData(TokenizedData):
 
     def samples(self, part: str) -> SentenceSet:
         examples = self.examples(part)
+        if part == "test" and all(example.label is None for example in examples):
+            raise ValueError(
+                f"None of the {len(examples)} examples of the test part has a label to score: add "
+                "a column of labels, or use python -m recipes predict."
+            )
         prompts = self.label_words is not None
         return SentenceSet(examples, self.tokenizer, self.max_length, self.regression, prompts)
 
