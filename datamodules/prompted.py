@@ -57,13 +57,13 @@ class PromptSet(Dataset):
 class PromptedData(TokenizedData):
     """Batches for a causal language model, and references to score its generated texts.
 
-    Training and validation: `input_ids`, `attention_mask`, `labels` (B, L), padded on the right;
-    labels are -100 except for the text and its end-of-text token. Sequences are truncated to
-    `max_length` tokens; examples whose prompt alone is that long are dropped, with a warning. Test
-    and prediction: every different prompt of the test part once, `input_ids` and `attention_mask`
-    (B, L) padded on the left, as generation needs it, and `labels` (B,), the index of the prompt in
-    `prompts("test")` and `references("test")`; -100 marks samples that only fill up the last
-    batches of several ranks. `prompt_dataloader` has such batches of another part.
+    Training, validation and test: `input_ids`, `attention_mask`, `labels` (B, L), padded on the
+    right; labels are -100 except for the text and its end-of-text token. Sequences are truncated to
+    `max_length` tokens; examples whose prompt alone is that long are dropped, with a warning.
+    `prompt_dataloader(part)`, and prediction for the test part: every different prompt once,
+    `input_ids` and `attention_mask` (B, L) padded on the left, as generation needs it, and `labels`
+    (B,), the index of the prompt in `prompts(part)` and `references(part)`; -100 marks samples that
+    only fill up the last batches of several ranks.
 
     A subclass returns a part's (prompt, text) pairs in `load`, and tokenises prompts in
     `encode_prompts`. Arguments: see `TokenizedData`.
@@ -86,7 +86,8 @@ class PromptedData(TokenizedData):
         """The template, the special tokens before and after a prompt, how texts are decoded."""
         if self.template is None:
             return {}
-        [plain], [ids] = encode(["a"], self.tokenizer), self.encode_prompts(["a"])
+        prompt = self.template.replace("{input}", "a")
+        [plain], [ids] = encode([prompt], self.tokenizer), self.encode_prompts([prompt])
         start = next(i for i in range(len(ids)) if ids[i : i + len(plain)] == plain)
         return {
             "kind": "prompts",
@@ -94,9 +95,14 @@ class PromptedData(TokenizedData):
             "before": ids[:start],
             "behind": ids[start + len(plain) :],
             "tokenizer": tokenizer_state(self.tokenizer),
-            "max_length": self.max_length,
+            "max_length": self.prompt_length,
             "decoding": self.decoding,
         }
+
+    @property
+    def prompt_length(self) -> int:
+        """Most tokens of a prompt."""
+        return self.max_length
 
     def prompts(self, part: str) -> list[str]:
         """The different prompts of a part, in order of first appearance."""
@@ -121,7 +127,7 @@ class PromptedData(TokenizedData):
         return self.tokenizer.eos_token_id
 
     def samples(self, part: str) -> Dataset:
-        if part in ("test", "predict"):
+        if part == "predict":
             return self._prompt_set(self.prompts("test"))
         prompts, texts = zip(*self.examples(part), strict=True)
         pairs = [

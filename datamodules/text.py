@@ -65,9 +65,9 @@ class SentenceSet(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         first, second, label = self.examples[index]
         if self.prompts:
-            text = first if second is None else f"{first} {second}"
             around = special_tokens(self.tokenizer)
-            [ids] = framed([text], self.tokenizer, self.max_length, *around)
+            seconds = [] if second is None else [second]
+            [ids] = framed([first], self.tokenizer, self.max_length, *around, seconds)
             sample = {"input_ids": ids, "attention_mask": [1] * len(ids)}
         else:
             length = self.max_length
@@ -202,9 +202,14 @@ class SentenceData(TokenizedData):
         """The token of each class's word.
 
         Raises:
-            ValueError: if the words are not one for each class, or one is not a single token.
+            ValueError: if the words are not one for each class, or do not have a token each.
         """
         words = self.label_words or []
+        if self.regression:
+            raise ValueError(
+                f"label_words is {words}, expected none, since the labels are numbers: train a "
+                "regressor, as recipes/apet/encoder.yaml does, without --data.label_words."
+            )
         if len(words) != self.num_classes or len(set(words)) < len(words):
             raise ValueError(
                 f"label_words is {words}, expected {self.num_classes} different words, one for "
@@ -217,7 +222,13 @@ class SentenceData(TokenizedData):
                     f"the label word {word!r} is {len(ids)} tokens of the tokenizer, expected one: "
                     "choose a commoner word in --data.label_words."
                 )
-        return [ids[0] for ids in tokens]
+        found = [ids[0] for ids in tokens]
+        if len(set(found)) < len(found) or self.tokenizer.unk_token_id in found:
+            raise ValueError(
+                f"the label words {', '.join(map(repr, words))} have the tokens {found}, expected "
+                "a known one for each: choose other words in --data.label_words."
+            )
+        return found
 
     @property
     def num_classes(self) -> int:
@@ -242,6 +253,11 @@ class SentenceData(TokenizedData):
 
     def samples(self, part: str) -> SentenceSet:
         examples = self.examples(part)
+        if part == "test" and all(example.label is None for example in examples):
+            raise ValueError(
+                f"None of the {len(examples)} examples of the test part has a label to score: add "
+                "a column of labels, or use python -m recipes predict."
+            )
         prompts = self.label_words is not None
         return SentenceSet(examples, self.tokenizer, self.max_length, self.regression, prompts)
 

@@ -6,15 +6,18 @@ learns to generate the output.
 
 Files, as published:
 
-    SQuAD        train.json, dev.json: {"data": [{"paragraphs": [{"context", "qas": [{"question",
-                 "answers": [{"text"}]}]}]}]}
-    NQ-Open      train.jsonl, dev.jsonl: {"question", "answer": [texts]} on each line
+    SQuAD        train-v1.1.json, dev-v1.1.json, or train.json, dev.json: {"data":
+                 [{"paragraphs": [{"context", "qas": [{"question", "answers": [{"text"}]}]}]}]}
+    NQ-Open      NQ-open.train.jsonl, NQ-open.dev.jsonl, or train.jsonl, dev.jsonl: {"question",
+                 "answer": [texts]} on each line
     SAMSum       train.json, val.json, test.json: [{"dialogue", "summary"}]
     Multi-News   train.src, train.tgt, val.src, …: a text on each line, the same lines in both
     columns      your own csv, tsv or jsonl, with the columns `text` and `target`
 """
 
 import json
+import random
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -41,16 +44,18 @@ class Pair(NamedTuple):
 class TextToTextData(PromptedData):
     """Inputs, and target texts that a model should generate for them.
 
-    Batches of training and validation: `input_ids`, `attention_mask`, `labels`, padded on the
+    Batches of training, validation and test: `input_ids`, `attention_mask`, `labels`, padded on the
     right. For a decoder they are (B, L), input and target, with labels -100 for the input's tokens;
-    for an encoder–decoder the input is (B, L), and the labels are the target (B, M). Test: see
-    `PromptedData`; an input with several answers occurs once, with all of them as references.
+    for an encoder–decoder the input is (B, L), and the labels are the target (B, M). For
+    prompts see `PromptedData`; an input with several answers is one, with all as its references.
 
     An input that is too long is truncated; the word `Output:` still follows it.
 
     Args:
         form: format of the files, see the module's description.
         root: folder of the files; $RECIPES_DATA/<form> when None.
+        source: "folder" reads `root`; "generated" writes a few questions in NQ-Open's form with
+            `write_nq_open` and reads those.
         files: names of the train, val and test files, if they differ from the published ones
             (required for "columns"); without a test file the val file is the test part.
         encoder_decoder: whether the model is an encoder–decoder, such as T5.
@@ -65,6 +70,7 @@ class TextToTextData(PromptedData):
         self,
         form: Form,
         root: str | None = None,
+        source: Literal["folder", "generated"] = "folder",
         files: dict[str, str] | None = None,
         encoder_decoder: bool = False,
         target_length: int = 64,
@@ -79,9 +85,17 @@ class TextToTextData(PromptedData):
                 f"files is {files}, expected the names of your train and val files: set "
                 '--data.files \'{"train": "train.csv", "val": "val.csv"}\'.'
             )
+        if source not in ("folder", "generated"):
+            raise ValueError(f"source is {source!r}, expected folder or generated.")
+        if source == "generated" and (form != "nq_open" or files):
+            raise ValueError(
+                f"form is {form!r} and files is {files}, expected nq_open without files, which the "
+                "generator writes: set --data.source folder to read your own."
+            )
         require_share(val_fraction, "0 to validate on the val file")
         self.val_fraction = val_fraction
-        self.form, self.root, self.names = form, root, {**FILES[form], **(files or {})}
+        self.form, self.root, self.source = form, root, source
+        self.names = {**FILES[form], **(files or {})}
         self.encoder_decoder, self.target_length = encoder_decoder, target_length
 
     def load(self, part: str) -> list[Pair]:
@@ -98,21 +112,34 @@ class TextToTextData(PromptedData):
 
     def _official(self, part: str) -> list[Pair]:
         name = self.names.get(part) or self.names["val"]
-        return list(READERS[self.form](data_folder(self.root, self.form) / name))
+        if self.source == "generated":
+            with tempfile.TemporaryDirectory() as scratch:
+                return list(read_nq_open(write_nq_open(scratch, self.seed) / name))
+        path = data_folder(self.root, self.form) / name
+        published = path.with_name(PUBLISHED.get(self.form, {}).get(name, name))
+        return list(READERS[self.form](path if path.is_file() else published))
+
+    template = " {input}"  # between `Input:` and ` Output:`, which encode_prompts adds
+
+    @property
+    def prompt_length(self) -> int:
+        """Most tokens of a prompt; a decoder's max_length is of prompt and target together."""
+        return self.max_length - (0 if self.encoder_decoder else self.target_length)
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[list[int]]:
         if self.encoder_decoder:
-            return framed(prompts, self.tokenizer, self.max_length, end=[self.end_token_id])
-        begin = self.tokenizer.bos_token_id
-        begins = [] if begin is None else [begin]
-        return framed(prompts, self.tokenizer, self.max_length - self.target_length, begins)
+            begins, ends = [], [self.end_token_id]
+        else:
+            begin = self.tokenizer.bos_token_id
+            begins, ends = [] if begin is None else [begin], []
+        return framed(prompts, self.tokenizer, self.prompt_length, begins, ends)
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         short = encode([f" {text.strip()}" for text in texts], self.tokenizer)
         return [[*ids[: self.target_length - 1], self.end_token_id] for ids in short]
 
     def samples(self, part: str) -> Dataset:
-        if not self.encoder_decoder or part in ("test", "predict"):
+        if not self.encoder_decoder or part == "predict":
             return super().samples(part)
         texts, targets = zip(*self.examples(part), strict=True)
         pairs = list(zip(self.encode_prompts(texts), self.encode_texts(targets), strict=True))
@@ -144,12 +171,15 @@ class EncoderDecoderSet(Dataset):
 
 
 def read_squad(path: Path) -> Iterator[Pair]:
-    """Pairs of context and question with each answer; questions without answers are left out."""
+    """Pairs of question and context with each answer; questions without answers are left out.
+
+    The question comes first, since an input that is too long loses its end.
+    """
     with _shape(path, "SQuAD's"):
         for article in _json(path)["data"]:
             for paragraph in article["paragraphs"]:
                 for question in paragraph["qas"]:
-                    text = f"{paragraph['context']} {question['question']}"
+                    text = f"{question['question']} {paragraph['context']}"
                     for answer in dict.fromkeys(a["text"] for a in question["answers"]):
                         yield Pair(text, answer)
 
@@ -172,15 +202,24 @@ def read_samsum(path: Path) -> Iterator[Pair]:
 
 
 def read_multi_news(path: Path) -> Iterator[Pair]:
-    """Pairs of an event's articles and their summary, from a .src file and the .tgt beside it.
+    """Pairs of an event's articles and their summary, from a src file and the tgt beside it.
 
     Raises:
-        ValueError: if they have different numbers of lines.
+        ValueError: if they have different numbers of lines, or the name has no src.
     """
-    sources, targets = open_lines(path), open_lines(path.with_suffix(".tgt"))
+    before, src, after = path.name.rpartition("src")
+    if not src:
+        raise ValueError(
+            f"{path.name} has no src in its name, expected one as train.src.cleaned, whose "
+            "summaries are in train.tgt.cleaned or train.tgt: rename both files."
+        )
+    beside = path.with_name(f"{before}tgt{after}")
+    if not beside.is_file():  # beside train.src.cleaned, train.tgt is published
+        beside = path.with_name(f"{before}tgt")
+    sources, targets = open_lines(path), open_lines(beside)
     if len(sources) != len(targets):
         raise ValueError(
-            f"{path} has {len(sources)} lines and {path.with_suffix('.tgt').name} {len(targets)}, "
+            f"{path} has {len(sources)} lines and {beside.name} {len(targets)}, "
             "expected equal numbers: fetch both files of one release."
         )
     for source, target in zip(sources, targets, strict=True):
@@ -206,6 +245,10 @@ FILES: Mapping[str, dict[str, str]] = {
     "samsum": {"train": "train.json", "val": "val.json", "test": "test.json"},
     "multi_news": {"train": "train.src", "val": "val.src", "test": "test.src"},
     "columns": {},
+}
+PUBLISHED: Mapping[str, dict[str, str]] = {  # names that are taken where those of FILES are missing
+    "squad": {"train.json": "train-v1.1.json", "dev.json": "dev-v1.1.json"},
+    "nq_open": {"train.jsonl": "NQ-open.train.jsonl", "dev.jsonl": "NQ-open.dev.jsonl"},
 }
 
 
@@ -234,3 +277,33 @@ def _parse(text: str, place: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{place} is no JSON ({error}): fetch or write it again.") from error
+
+
+# Generated data in the same format.
+
+_SUBJECTS = ("the cook", "a waiter", "my sister", "the old man", "our teacher")
+_VERBS = ("likes", "sells", "paints", "carries", "buys")
+
+
+def write_nq_open(folder: str | Path, seed: int = 0) -> Path:
+    """Write train.jsonl and dev.jsonl in NQ-Open's form: questions that a small model can learn.
+
+    Args:
+        folder: created if it does not exist.
+        seed: seed of the questions.
+
+    Returns:
+        The folder.
+    """
+    rng, folder = random.Random(seed), Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    answers = {verb: rng.choice(_SUBJECTS) for verb in _VERBS}
+    for part, count in (("train", 64), ("dev", 16)):
+        verbs = [rng.choice(_VERBS) for _ in range(count)]
+        pairs = [
+            {"question": f"who {verb} {rng.choice(_SUBJECTS)}", "answer": [answers[verb]]}
+            for verb in verbs
+        ]
+        lines = "".join(json.dumps(pair) + "\n" for pair in pairs)
+        (folder / f"{part}.jsonl").write_text(lines, encoding="utf-8")
+    return folder

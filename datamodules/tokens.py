@@ -124,6 +124,7 @@ def framed(
     length: int,
     begin: Sequence[int] = (),
     end: Sequence[int] = (),
+    seconds: Sequence[str] = (),
 ) -> list[list[int]]:
     """The tokens of `Input: {text} Output:`, the prompt of every task in APET (arXiv 2306.02320).
 
@@ -133,6 +134,8 @@ def framed(
         length: most tokens of a prompt.
         begin: special tokens to put before it.
         end: special tokens to put after it.
+        seconds: second sentences of the inputs, if they are pairs; of a pair that is too long, the
+            longer sentence is truncated first.
 
     Raises:
         ValueError: if nothing is left for the input.
@@ -145,7 +148,16 @@ def framed(
             "itself: set --data.max_length higher."
         )
     inputs = encode([f" {text.strip()}" for text in texts], tokenizer)
+    if seconds:
+        others = encode([f" {text.strip()}" for text in seconds], tokenizer)
+        inputs = [joined(*pair, room) for pair in zip(inputs, others, strict=True)]
     return [[*begin, *before, *ids[:room], *after, *end] for ids in inputs]
+
+
+def joined(first: list[int], second: list[int], length: int) -> list[int]:
+    """Two sentences' tokens, at most `length` together; the longer is truncated first."""
+    kept = min(len(second), max(length - len(first), length // 2))
+    return first[: length - kept] + second[:kept]
 
 
 def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from recipes.apet.texts import measure_nothing, measure_texts, write_questions
+from recipes.apet.texts import measure_nothing, measure_texts
 from recipes.claims import Comparison
 from recipes.experiment import Measurement, Measuring, Run, Stage
 from recipes.flags import names_in
@@ -155,8 +155,6 @@ def _settings(
     words, config = task.pop("words", None), model["config"]
     if words is None:
         config = "generation"
-    if task.pop("made", False):
-        task["data.root"] = run.measure("questions", 0, write_questions) / "questions"
     no_budget = {"model.method_args": None}  # the YAML file's arguments are for method apet
     settings = {**task, **model["settings"], **model.get(config, {}), **no_budget, **cell.settings}
     if settings["model.method"] == "prompt":  # draws the tokens whose embeddings initialise it

@@ -1,7 +1,5 @@
 """Decodes a tuned model's texts and scores them by F1 (answers) or ROUGE-L (summaries), App. D."""
 
-import json
-import random
 from collections.abc import Iterator, Sequence
 
 from torchmetrics.functional.text import rouge_score, squad
@@ -13,9 +11,6 @@ from recipes.nodes import device
 from recipes.records import best_of
 from recipes.results import Row
 
-_SUBJECTS = ("the cook", "a waiter", "my sister", "the old man", "our teacher")
-_VERBS = ("likes", "sells", "paints", "carries", "buys")
-
 
 def measure_texts(m: Measuring) -> Iterator[Row]:
     """The score of greedily decoded texts for the inputs of the test part.
@@ -26,7 +21,7 @@ def measure_texts(m: Measuring) -> Iterator[Row]:
     stage = best_of(list(m.stages.values()), "val/loss", "min")
     data, module = stage.datamodule(), stage.module(device())
     texts = [""] * len(data.prompts("test"))
-    for batch in data.test_dataloader():
+    for batch in data.prompt_dataloader("test"):
         places = batch.pop("labels").tolist()
         decoded = generate(module.model, batch, data.tokenizer, max_new_tokens=data.target_length)
         for place, text in zip(places, decoded, strict=True):
@@ -66,20 +61,3 @@ def text_score(metric: str, texts: Sequence[str], references: Sequence[Sequence[
 def measure_nothing(m: Measuring) -> Iterator[Row]:
     """The guessing baseline of a free-text task: a score of 0, as in the paper."""
     yield Row(metric="score", value=0.0, row="majority", set=m.settings["set"])
-
-
-def write_questions(m: Measuring) -> Iterator[Row]:
-    """Write generated questions in NQ-Open's format into the folder `questions`, for `tiny`."""
-    rng = random.Random(0)
-    folder = m.folder / "questions"
-    folder.mkdir(exist_ok=True)
-    answers = {verb: rng.choice(_SUBJECTS) for verb in _VERBS}
-    for part, count in (("train", 64), ("dev", 16)):
-        verbs = [rng.choice(_VERBS) for _ in range(count)]
-        pairs = [
-            {"question": f"who {verb} {rng.choice(_SUBJECTS)}", "answer": [answers[verb]]}
-            for verb in verbs
-        ]
-        lines = map(json.dumps, pairs)
-        (folder / f"{part}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    yield Row(metric="questions", value=len(answers), row="questions")

@@ -99,7 +99,7 @@ def measure_texts(m: Measuring) -> Iterator[Row]:
     elif hasattr(module.model, "vera"):
         merge(module.model)
     texts = [""] * len(data.prompts("test"))
-    for batch in data.test_dataloader():
+    for batch in data.prompt_dataloader("test"):
         places = batch.pop("labels").tolist()
         decoded = generate(module.model, batch, data.tokenizer, **data.decoding)
         for place, text in zip(places, decoded, strict=True):

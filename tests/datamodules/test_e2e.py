@@ -84,7 +84,7 @@ def test_batches(data: E2EData) -> None:
     outside = batch["attention_mask"] == 0
     assert outside.any() and (batch["labels"][outside] == -100).all()
     assert (batch["attention_mask"][:, 0] == 1).all()  # padded on the right
-    prompts = list(data.test_dataloader())
+    prompts = list(data.prompt_dataloader("test"))
     places = torch.cat([batch["labels"] for batch in prompts]).tolist()
     assert places == list(range(len(data.references("test")))) == list(range(16))
     assert (prompts[0]["input_ids"][:, -1] == data.tokenizer.bos_token_id).all()  # on the left

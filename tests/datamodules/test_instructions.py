@@ -86,7 +86,7 @@ def test_held_out_by_seed(data: InstructionData) -> None:
     assert (len(train), len(val)) == (224, 32)
     assert not {example.prompt for example in train} & {example.prompt for example in val}
     assert len(set(train + val)) == 256
-    places = torch.cat([batch["labels"] for batch in data.test_dataloader()]).tolist()
+    places = torch.cat([batch["labels"] for batch in data.prompt_dataloader("test")]).tolist()
     assert places == list(range(32))
     assert data.references("test") == [[example.response] for example in val]
 

@@ -1,8 +1,11 @@
 """Reviews of films, and sentences as prompts with label words."""
 
 import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from datamodules import GLUEData, ReviewData
+from datamodules.text import Example, SentenceSet
 from datamodules.tokens import special_tokens, train_tokenizer
 
 
@@ -41,6 +44,18 @@ def test_sentences_become_prompts_with_label_words():
     assert sorted(batch) == ["attention_mask", "input_ids", "labels"]
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "kept"), [(50, 50, (21, 21)), (50, 4, (38, 4)), (4, 50, (4, 38))]
+)
+def test_the_longer_sentence_of_a_prompt_is_truncated_first(first, second, kept):
+    tokenizer = train_tokenizer(["Input: Output: a b"] * 9, 300)
+    pair = Example("a " * first, "b " * second)
+    texts = SentenceSet([pair], tokenizer, 48, regression=False, prompts=True)
+    text = tokenizer.decode(texts[0]["input_ids"])
+    assert (text.count(" a"), text.count(" b")) == kept and text.endswith(" Output:</s>")
+    assert len(texts[0]["input_ids"]) == 48
+
+
 BAD = [
     (["yes"], "expected 2 different words"),
     (["yes", "yes"], "expected 2 different words"),
@@ -52,6 +67,26 @@ BAD = [
 def test_label_words_that_do_not_serve_are_said(words, message):
     data = GLUEData("RTE", source="generated", label_words=words, vocab_size=259)
     with pytest.raises(ValueError, match=message):
+        data.label_tokens  # noqa: B018
+
+
+@pytest.mark.parametrize("words", [["zwyx", "qqvk"], ["zwyx", "yes"], ["Yes", "yes"]])
+def test_label_words_need_known_and_different_tokens(words):
+    model = models.WordLevel({"[UNK]": 0, "yes": 1, "no": 2}, unk_token="[UNK]")
+    lower = Tokenizer(model)
+    lower.normalizer = normalizers.Lowercase()
+    lower.pre_tokenizer = pre_tokenizers.Whitespace()
+    data = GLUEData("RTE", source="generated", label_words=words)
+    data._tokenizer = PreTrainedTokenizerFast(tokenizer_object=lower, unk_token="[UNK]")
+    with pytest.raises(ValueError, match=f"the label words '{words[0]}', '{words[1]}' have the"):
+        data.label_tokens  # noqa: B018
+    data.label_words = ["yes", "no"]
+    assert data.label_tokens == [1, 2]
+
+
+def test_numbers_have_no_label_words():
+    data = GLUEData("STS-B", source="generated", label_words=["yes", "no"])
+    with pytest.raises(ValueError, match="expected none, since the labels are numbers"):
         data.label_tokens  # noqa: B018
 
 

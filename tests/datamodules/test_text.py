@@ -81,6 +81,8 @@ def test_pair_regression_and_unlabelled_test(tmp_path: Path) -> None:
     assert batch["labels"].dtype == torch.float32
     batch = next(iter(data.predict_dataloader()))
     assert batch["labels"].tolist() == [-100.0]
+    with pytest.raises(ValueError, match="None of the 1 examples of the test part has a label"):
+        data.test_dataloader()
     ids = batch["input_ids"][0].tolist()
     assert (ids[0], ids[-1], ids.count(data.tokenizer.sep_token_id)) == (1, 2, 2)
     assert SeededDataset(data.val_dataloader().dataset.dataset)[0, 0, False]["labels"] == -100

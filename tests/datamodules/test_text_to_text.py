@@ -7,6 +7,7 @@ import torch
 
 from datamodules.loading import IGNORED
 from datamodules.text_to_text import TextToTextData
+from datamodules.tokens import encode
 
 ANSWERS = [{"text": text} for text in ("The sky", "sky", "sky")]
 QUESTIONS = [
@@ -33,8 +34,8 @@ FILES = {
 }
 PAIRS = {
     "squad": [
-        ("The sky is blue. What is blue?", "The sky"),
-        ("The sky is blue. What is blue?", "sky"),
+        ("What is blue? The sky is blue.", "The sky"),
+        ("What is blue? The sky is blue.", "sky"),
     ],
     "nq_open": [("who wrote it", "A. B."), ("who wrote it", "Ann B.")],
     "samsum": [("A: hi\r\nB: ho", "They greet.")],
@@ -67,7 +68,7 @@ def test_a_decoder_reads_both_and_learns_the_target(tmp_path):
     assert text.startswith("<s>Input: who wrote it Output: A. B.</s>")
     learnt = batch["labels"][0]
     assert data.tokenizer.decode(learnt[learnt != IGNORED]) == " A. B.</s>"
-    prompts = next(iter(data.test_dataloader()))
+    prompts = next(iter(data.prompt_dataloader("test")))
     assert data.tokenizer.decode(prompts["input_ids"][0]) == "<s>Input: who wrote it Output:"
 
 
@@ -105,12 +106,35 @@ def test_a_long_input_loses_its_end_and_keeps_what_follows(tmp_path):
         assert data.tokenizer.decode(ids, skip_special_tokens=True).endswith("word Output:")
 
 
+def test_the_question_about_a_long_context_stays(tmp_path):
+    data = made(tmp_path, "squad")
+    long = json.loads(FILES["squad"]["train.json"])
+    long["data"][0]["paragraphs"][0]["context"] = "The sky is blue. " * 50
+    (tmp_path / "train.json").write_text(json.dumps(long))
+    [first, _] = data.encode_prompts([pair.text for pair in data.examples("train")])
+    assert data.tokenizer.decode(first).startswith("<s>Input: What is blue? The sky is blue.")
+
+
+@pytest.mark.parametrize("encoder_decoder", [False, True])
+def test_the_description_gives_the_prompts_of_training(encoder_decoder, tmp_path):
+    data = made(tmp_path, "nq_open", encoder_decoder=encoder_decoder)
+    description, texts = data.describe(), ["who wrote it", "word " * 100]
+    before, behind = description["before"], description["behind"]
+    room = description["max_length"] - len(before) - len(behind)
+    filled = [description["template"].replace("{input}", text) for text in texts]
+    prompts = [[*before, *ids[:room], *behind] for ids in encode(filled, data.tokenizer)]
+    assert prompts == data.encode_prompts(texts)
+
+
 BAD = [
     ({"form": "trivia"}, {}, "expected one of squad, nq_open"),
+    ({"form": "squad", "source": "generated"}, {}, "expected nq_open without files"),
+    ({"form": "squad", "source": "hub"}, {}, "expected folder or generated"),
     ({"form": "columns"}, {}, "expected the names of your train and val files"),
     ({"form": "samsum"}, {"train.json": "[1]"}, "not in SAMSum's form"),
     ({"form": "samsum"}, {"train.json": "[{"}, "is no JSON"),
     ({"form": "squad"}, {"train.json": '{"data": [{"paragraphs": 3}]}'}, "not in SQuAD's form"),
+    ({"form": "multi_news", "files": {"train": "a.txt"}}, {}, "a.txt has no src in its name"),
     ({"form": "multi_news"}, {"train.tgt": "one\n"}, "has 2 lines and train.tgt 1"),
 ]
 
@@ -122,6 +146,39 @@ def test_bad_files_are_said(arguments, files, message, tmp_path):
         for name, text in files.items():
             (tmp_path / name).write_text(text)
         data.examples("train")
+
+
+@pytest.mark.parametrize(
+    ("form", "train", "val"),
+    [
+        ("squad", "train-v1.1.json", "dev-v1.1.json"),
+        ("nq_open", "NQ-open.train.jsonl", "NQ-open.dev.jsonl"),
+    ],
+)
+def test_files_are_found_by_their_published_names_too(form, train, val, tmp_path):
+    data = made(tmp_path, form)
+    ours = list(FILES[form])
+    (tmp_path / ours[0]).rename(tmp_path / train)
+    (tmp_path / ours[1]).rename(tmp_path / val)
+    assert data.examples("train") == data.examples("val") == PAIRS[form]
+
+
+@pytest.mark.parametrize("target", ["train.tgt.cleaned", "train.tgt"])
+def test_the_summaries_of_multi_news_are_beside_the_articles(target, tmp_path):
+    data = made(tmp_path, "multi_news", files={"train": "train.src.cleaned"})
+    (tmp_path / "train.src").rename(tmp_path / "train.src.cleaned")
+    (tmp_path / "train.tgt").rename(tmp_path / target)
+    assert data.examples("train") == PAIRS["multi_news"]
+
+
+def test_generated_questions_need_no_folder(monkeypatch):
+    monkeypatch.delenv("RECIPES_DATA", raising=False)
+    data = TextToTextData(form="nq_open", source="generated", vocab_size=300)
+    assert [len(data.examples(part)) for part in ("train", "val", "test")] == [64, 16, 16]
+    # the verb alone decides the answer, in both parts
+    pairs = [*data.examples("train"), *data.examples("val")]
+    answers = {pair.text.split()[1]: pair.target for pair in pairs}
+    assert all(answers[pair.text.split()[1]] == pair.target for pair in pairs)
 
 
 def test_a_missing_file_is_named(tmp_path):

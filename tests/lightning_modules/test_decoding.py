@@ -108,7 +108,7 @@ def data() -> E2EData:
 def test_a_batch_is_as_one_by_one_with_vera_too(data: E2EData) -> None:
     model = gpt2(data.vocab_size)
     settings = {**data.decoding, "beams": 3, "max_new_tokens": 8}
-    batch = next(iter(data.test_dataloader()))
+    batch = next(iter(data.prompt_dataloader("test")))
     assert not batch["attention_mask"].all(0).all()  # prompts differ in length
 
     def texts(**changes: torch.Tensor) -> list[str]:
@@ -135,7 +135,7 @@ def test_a_batch_is_as_one_by_one_with_vera_too(data: E2EData) -> None:
 
 def test_neither_dropout_nor_what_a_published_model_brings_has_a_say(data: E2EData) -> None:
     model = gpt2(data.vocab_size).train()
-    batch = next(iter(data.test_dataloader()))
+    batch = next(iter(data.prompt_dataloader("test")))
 
     def texts() -> list[str]:
         return generate(model, batch, data.tokenizer, beams=2, max_new_tokens=8)

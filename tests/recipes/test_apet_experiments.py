@@ -1,7 +1,6 @@
 """APET's experiments from the command line to the report, at `tiny` and a few steps."""
 
 import importlib
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from datamodules.text_to_text import read_nq_open, write_nq_open
 from datamodules.tokens import train_tokenizer
 from recipes.apet.cells import GRID, PET, of_method, uncollapsed
 from recipes.apet.counts import thresholds
@@ -104,8 +104,8 @@ def test_scales_of_what_a_decoder_writes(tmp_path):
     assert not table["set"].str.contains("width-16").any()
     assert set(values(table, "examples", name).values()) == {48}
     written = tmp_path / "apet-scales/tiny/seed0/questions decoder-32 full score/outputs.txt"
-    asked = tmp_path / "apet-scales/tiny/seed0/questions/questions/dev.jsonl"
-    different = {json.loads(line)["question"] for line in asked.read_text().splitlines()}
+    asked = read_nq_open(write_nq_open(tmp_path / "questions") / "dev.jsonl")
+    different = {pair.text for pair in asked}
     assert values(table, "scored", name)["full"] == len(different)
     assert written.read_text().count("\n") == len(different)
     assert "| full |" in text

@@ -24,6 +24,7 @@ STAGES = {
     "sentences": ["vera/glue", "--data.task=RTE", "--model.targets=[query]"],
     "prompts": ["vera/e2e", "--data.limit=40"],
     "label_words": ["apet/decoder", '--model.method_args.operations=["add","concat"]'],
+    "answers": ["apet/generation", '--model.method_args.operations=["add","concat"]'],
 }
 
 
@@ -46,6 +47,7 @@ CASES = {
     "sentences": ("sentences", []),
     "prompts": ("prompts", []),
     "label_words": ("label_words", []),
+    "answers": ("answers", []),
 }
 
 

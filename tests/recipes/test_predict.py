@@ -333,16 +333,24 @@ def test_a_text_classifier_is_a_transformers_folder(reviews, tmp_path):
     assert shares.values.tolist() == pytest.approx([one.probability for one in predictions])
 
 
-def test_a_language_model_writes_text(tmp_path):
+@pytest.mark.parametrize(
+    ("stage", "prompts"),
+    [
+        ("vera/e2e", ["name[Eagle], food[French]", "name[Zizzi]"]),
+        ("apet/generation", ["who likes the cook", "who sells"]),
+    ],
+)
+def test_a_language_model_writes_text(stage, prompts, tmp_path):
     cli.main(
         [
-            *("fit", "-c", str(RECIPES / "vera" / "e2e.yaml"), "--preset", "tiny"),
+            *("fit", "-c", str(RECIPES / f"{stage}.yaml"), "--preset", "tiny"),
             *("--trainer.max_steps=4", "--trainer.enable_progress_bar=false"),
-            *("--trainer.logger=false", "--trainer.limit_val_batches=1"),
+            *("--trainer.logger=false", "--trainer.val_check_interval=1"),
+            "--trainer.limit_val_batches=1",
             *(f"--trainer.default_root_dir={tmp_path}", f"--checkpoint.dirpath={tmp_path}"),
         ]
     )
-    (tmp_path / "prompts.txt").write_text("name[Eagle], food[French]\nname[Zizzi]\n")
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n")
     main(
         [
             *("--ckpt_path", str(tmp_path / "last.ckpt"), str(tmp_path / "prompts.txt")),
@@ -351,7 +359,7 @@ def test_a_language_model_writes_text(tmp_path):
     )
     table = pd.read_csv(tmp_path / "predictions.csv", keep_default_na=False)
     assert list(table.columns) == ["input", "prediction"]
-    assert table["input"].tolist() == ["name[Eagle], food[French]", "name[Zizzi]"]
+    assert table["input"].tolist() == prompts
 
 
 @pytest.mark.parametrize("text", ["nan", "-3", "0", "many", "M", ""])

@@ -14,11 +14,13 @@ from datamodules.instructions import fill_template, follow_up, read_questions
 from lightning_modules import backbones
 from lightning_modules.generation_metrics import score
 from lightning_modules.vera import LanguageTuning
+from recipes import cli
 from recipes.experiment import Stage
 from recipes.results import by_seed
 from recipes.runner import command_line
 from recipes.vera import e2e, instruct
 from tests.recipes.report_checks import check_reports_of_parts
+from tests.recipes.stage_runs import RECIPES
 
 SIZES = {  # of two layers of width 32: what each method trains
     "e2e": {"vera": 2 * 2 * (32 + 16), "lora": 2 * 4 * (32 + 96)},
@@ -75,6 +77,14 @@ def test_tiny_preset(name, finished):
     text = (done.out / "report.md").read_text()
     assert f"| {SIZES[name]['vera']:,} |" in text and "the start" in text
     check_reports_of_parts(module_of(name).EXPERIMENT, done)
+
+
+@pytest.mark.parametrize("stage", ["vera/e2e", "vera/instruct", "apet/generation"])
+def test_the_verb_test_gives_the_loss_of_the_test_part(stage, tmp_path):
+    file = str(RECIPES / f"{stage}.yaml")
+    place = f"--trainer.default_root_dir={tmp_path}"
+    run = cli.main(["test", "-c", file, "--preset", "tiny", "--trainer.logger=false", place])
+    assert 0 < run.trainer.callback_metrics["test/loss"] < 10
 
 
 @pytest.mark.parametrize("name", FEWER)
