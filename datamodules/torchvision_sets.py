@@ -41,14 +41,23 @@ class TorchvisionData(ImageData):
         dataset: CIFAR10, CIFAR100, DTD, FGVCAircraft, Flowers102, Food101, OxfordIIITPet, STL10
             or SVHN.
         download: whether `prepare_data` downloads missing files; root may then be a new folder.
+        train_on_val: add the official validation part to the training part, as is usual for
+            Aircraft, DTD and Flowers where nothing is chosen any more.
         **kwargs: see `ImageData`.
+
+    Raises:
+        ValueError: for an unknown dataset, or `train_on_val` where there is no validation part.
     """
 
-    def __init__(self, dataset: str, download: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, dataset: str, download: bool = False, train_on_val: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
         if dataset not in SOURCES:
             raise ValueError(f"dataset is {dataset!r}, expected one of {', '.join(SOURCES)}.")
-        self.dataset, self.download = dataset, download
+        if train_on_val and not SOURCES[dataset].val:
+            raise ValueError(f"train_on_val is true, but {dataset} has no validation part.")
+        self.dataset, self.download, self.train_on_val = dataset, download, train_on_val
 
     @property
     def num_classes(self) -> int:
@@ -65,12 +74,11 @@ class TorchvisionData(ImageData):
         source = SOURCES[self.dataset]
         train = self._open(source.train)
         names = getattr(train, "classes", None) or list(map(str, range(source.num_classes)))
-        return Splits(
-            names,
-            items_of(train),
-            items_of(self._open(source.val)) if source.val else None,
-            items_of(self._open(source.test)),
-        )
+        training = items_of(train)
+        val = items_of(self._open(source.val)) if source.val else None
+        if self.train_on_val and val:
+            training, val = training + val, None
+        return Splits(names, training, val, items_of(self._open(source.test)))
 
     def _open(self, part: dict[str, Any], download: bool = False) -> Any:
         try:

@@ -20,7 +20,7 @@ from datamodules.digits import DigitsData, PairedDigitsData
 from datamodules.image_folders import ImageFolderData
 from datamodules.imagenet import SOLUTION, ImageNetData
 from datamodules.images import read_image
-from datamodules.torchvision_sets import TorchvisionData
+from datamodules.torchvision_sets import SOURCES, TorchvisionData
 
 
 def draw(path: Path, mode: str = "RGB", size: tuple[int, int] = (12, 10), value: int = 9) -> Path:
@@ -529,6 +529,19 @@ def test_cifar10_of_torchvision(tmp_path, monkeypatch):
     held_out = TorchvisionData("CIFAR10", root=str(tmp_path), val_fraction=0.4)
     counts = [len(s) for s in (held_out.train_set, held_out.val_set, held_out.test_set)]
     assert counts == [6, 4, 5]
+
+
+def test_the_validation_part_may_train_too(tmp_path, monkeypatch):
+    write_cifar10(tmp_path, monkeypatch)
+    with pytest.raises(ValueError, match="train_on_val is true, but CIFAR10 has no validation"):
+        TorchvisionData("CIFAR10", train_on_val=True)
+    parts = SOURCES["CIFAR10"]
+    monkeypatch.setitem(SOURCES, "CIFAR10", parts._replace(val=parts.test))
+    apart = TorchvisionData("CIFAR10", root=str(tmp_path))
+    together = TorchvisionData("CIFAR10", root=str(tmp_path), train_on_val=True)
+    assert (len(apart.train_set), len(apart.val_set), len(apart.test_set)) == (10, 5, 5)
+    assert (len(together.train_set), len(together.test_set)) == (15, 5)
+    assert together.val_set is together.test_set
 
 
 @pytest.mark.parametrize("dataset", ["CIFAR100", "DTD", "FGVCAircraft", "Flowers102", "Food101"])

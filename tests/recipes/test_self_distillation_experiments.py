@@ -83,10 +83,15 @@ CHANGES = {
 
 
 def test_no_setting_is_chosen_on_test_images():
+    """Trials hold training images out; what is reported trains on all, as many as the paper's."""
     found = stages(declared("images", "--preset", "paper", "--rows", "mars"))
-    cub, dogs = (found[f"{name} mars trial 1"] for name in ("CUB", "Dogs"))
-    assert cub["data.val_fraction"] == 0.1
-    assert (dogs["data.val"], dogs["data.test"]) == (None, "val") and dogs["data.val_fraction"] > 0
+    for name in ("Aircraft", "CUB", "DTD", "Dogs", "Flowers"):
+        trial, reported = found[f"{name} mars trial 1"], found[f"{name} mars"]
+        assert trial["data.val_fraction"] == 0.1 and reported["data.val_fraction"] == 0
+        assert reported.get("data.train_on_val") is (
+            None if name in ("CUB", "Dogs") else True  # the others have a validation part
+        )
+    assert (reported := found["Dogs mars"])["data.val"] is None and reported["data.test"] == "val"
 
 
 def test_data_without_validation_hold_out_a_tenth_to_choose_on():
