@@ -22,6 +22,9 @@ from tests.recipes.stage_runs import Killed, assert_same, logged, under_both_str
 REPAIR, DISTIL = "pela/deit_b", "self_distillation/images_adapt"
 ALBEF_REPAIR, APET = "albef/repair", "apet/encoder"
 VIT = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 3, "num_heads": 2}
+BERT = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2
+}  # fmt: skip
 NOISE = {"drop_path_rate": 0.2, "proj_drop_rate": 0.1}
 VALIDATED, BY_STEPS = "--trainer.check_val_every_n_epoch=1", "--trainer.val_check_interval=4"
 SCENES = ['--data.generate={"train": 25, "val": 3}', "--data.batch_size=4", VALIDATED]
@@ -52,7 +55,10 @@ STAGES = {
         *("--model.setting=paper", "--model.p=2.0", "--model.beta=1.0", "--model.warmup_steps=2"),
         *("--data.batch_size=208", VALIDATED),
     ],
-    APET: ["--data.limit=80", "--model.method_args.budget=3000", BY_STEPS],
+    APET: [
+        f"--model.model_args={json.dumps(BERT)}",
+        *("--data.limit=80", "--model.method_args.budget=3000", BY_STEPS),
+    ],
     "apet/decoder": ["--data.limit=80", BY_STEPS],
     "matformer/matlm": ["--data.max_bytes=60000", "--data.eval_tokens=1000", BY_STEPS],
     ALBEF_REPAIR: [
@@ -208,7 +214,7 @@ QUIET = {
         16,
         [
             "--data.limit=16",
-            f"--model.model_args={json.dumps(dict.fromkeys(DROPOUTS, 0.0))}",
+            f"--model.model_args={json.dumps(BERT | dict.fromkeys(DROPOUTS, 0.0))}",
         ],
     ),
 }
