@@ -59,6 +59,11 @@ def check_placement(model: nn.Module, placement: Placement, seed: int) -> None:
                 f"{name} has a bias already, which a new one would replace: name {name}.bias in "
                 "Placement.add instead"
             )
+    if type(placement.prompt) is not int or placement.prompt < 0:
+        raise ValueError(
+            f"a prompt of {placement.prompt!r} tokens is not possible: give a whole number, 0 for "
+            "none"
+        )
     if placement.prompt:
         check_prompt(model)
 

@@ -475,6 +475,14 @@ def test_an_answer_by_positions_takes_no_prompt(name):
     untouched(model)
 
 
+@pytest.mark.parametrize("tokens", [-1, 2.0])
+def test_a_prompt_s_length_is_a_whole_number(tokens):
+    model = made("bert")
+    with pytest.raises(ValueError, match=f"a prompt of {tokens} tokens is not possible"):
+        attach(model, Apet(prompt(tokens)))
+    untouched(model)
+
+
 def test_a_prompted_model_returns_no_tuple():
     model = attach(made("bert"), Apet(prompt(4)))
     with pytest.raises(ValueError, match="leave out return_dict=False"):
