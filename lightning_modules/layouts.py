@@ -362,13 +362,14 @@ def _width(name: str, module: nn.Module, path: str, dim: int) -> int:
         raise ValueError(f"{name}.{path}: {error}") from error
 
 
-# classes and modules whose forward passes read a linear layer's weight without calling the layer,
-# which would silently leave out what is added to the layer
+# classes whose forward passes read a linear layer's weight without calling the layer, which would
+# silently leave out what is added to the layer
 READ_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-READ_WEIGHTS_MODULES = (
-    "timm.models.beit",
-    "timm.models.eva",
-    "timm.models.swin_transformer_v2",
+# classes of timm that so read the weight of their child "qkv" alone, to add a bias of their own
+READ_QKV = (
+    "timm.models.beit.Attention",
+    "timm.models.eva.EvaAttention",
+    "timm.models.swin_transformer_v2.WindowAttention",
 )
 
 
@@ -377,10 +378,15 @@ def uncalled_layers(model: nn.Module) -> set[str]:
 
     What is added to such a layer has no effect, or none in evaluation.
     """
-    readers = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, READ_WEIGHTS) or type(module).__module__ in READ_WEIGHTS_MODULES
-    ]
+    readers = []
+    for name, module in model.named_modules():
+        if isinstance(module, READ_WEIGHTS):
+            readers.append(name)
+        elif class_path(type(module)) in READ_QKV and _reads_qkv(module):
+            readers.append(f"{name}.qkv" if name else "qkv")
     linear = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    return {name for name in linear if inside(name, readers)}
+    return {name for name in linear if "" in readers or inside(name, readers)}
+
+
+def _reads_qkv(attention: Any) -> bool:
+    return attention.q_bias is not None and not attention.qkv_bias_separate

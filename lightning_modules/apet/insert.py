@@ -14,17 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from lightning_modules.apet.checks import check_placement, check_plain
 from lightning_modules.apet.layer import Tuned, TunedLinear, give_rows, initial_values, tuned_class
 from lightning_modules.apet.placement import OPERATIONS, Operation, Placement, draw
 from lightning_modules.apet.prompt import add_prompt, remove_prompt
 from lightning_modules.layouts import shape_of
-
-# attribute that a method sets on a model whose layers it has changed → what has to be done first
-RECORDS = {
-    "apet": "strip(model) it first",
-    "vera": "merge and strip it first",
-    "nesting": "extract a granularity first",
-}
 
 
 @dataclass(frozen=True)
@@ -70,7 +64,7 @@ def insert(
         ValueError: before anything is changed, for a budget, an operation or a head that does not
             fit the model, or a model whose layers another method has changed.
     """
-    _check(model, heads)
+    check_plain(model, heads)
     placement = draw(model, budget, seed, operations, heads)
     return attach(model, Apet(placement, seed, budget, tuple(operations), tuple(heads)))
 
@@ -88,28 +82,14 @@ def attach(model: nn.Module, record: Apet) -> nn.Module:
         The same model; `model.apet` is the record.
 
     Raises:
-        ValueError: if the placement or a head does not fit the model, its layers have been changed
-            by another method, or a prompt is to be added to a model without token embeddings.
+        ValueError: before anything is changed, if the placement, the seed or a head does not fit
+            the model, its layers have been changed by another method, or it takes no prompt.
     """
-    _check(model, record.heads)
     placement = record.placement
+    check_plain(model, record.heads)
+    check_placement(model, placement, record.seed)
     modules = dict(model.named_modules())
     owners = _owners(model)
-    for name in placement.add:
-        if name not in owners:
-            raise ValueError(f"{name} is no parameter of this {type(model).__name__}")
-    for name in (*placement.concat, *placement.plug, *placement.bias):
-        if type(modules.get(name)) not in (nn.Linear, Conv1D):
-            raise ValueError(
-                f"{name} is a {type(modules.get(name)).__name__} of this {type(model).__name__}: "
-                "expected a plain linear layer (nn.Linear or Conv1D)"
-            )
-    for name in placement.bias:
-        if modules[name]._parameters.get("bias") is not None:
-            raise ValueError(
-                f"{name} has a bias already, which a new one would replace: name {name}.bias in "
-                "Placement.add instead"
-            )
     model.requires_grad_(False)
     changed: dict[nn.Module, set[str]] = defaultdict(set)
     for name in (*placement.concat, *placement.plug, *placement.bias):
@@ -190,8 +170,8 @@ def tunables(model: nn.Module) -> dict[str, nn.Parameter]:
 def merge(model: nn.Module) -> nn.Module:
     """Merge θ into the model's weights, in place, and make the model plain again.
 
-    ADD and CONCAT at linear layers are merged up to rounding. Adapters (PLUG), prompts, and biases
-    of layers without one cannot be merged.
+    ADD and CONCAT at linear layers are merged up to rounding. Adapters (PLUG), prompts, biases of
+    layers without one, and CONCAT at a layer that shares its weight cannot be merged.
 
     Returns:
         The same model.
@@ -208,9 +188,10 @@ def merge(model: nn.Module) -> nn.Module:
     }
     if kinds := [kind for kind, inserted in fixed.items() if inserted]:
         raise ValueError(
-            f"{' and '.join(kinds)} cannot be merged into weights: keep the model as it is, or "
-            "insert with operations=['add', 'concat']"
+            f"{' and '.join(kinds)} cannot be merged into weights: keep the model as it is, and "
+            "save what was trained with lightning_modules.apet.save"
         )
+    _check_shared(model, placement)
     merged: dict[Any, Tensor] = {}  # by parameter, so that a shared one is merged once
     for module in _tuned(model):
         for name in type(module).apet_names:  # type: ignore[attr-defined]
@@ -272,19 +253,16 @@ def _owners(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     return owners
 
 
-def _check(model: nn.Module, heads: Sequence[str]) -> None:
-    """Refuse a model whose layers a method has changed, and heads that the model does not have."""
-    for record, cure in RECORDS.items():
-        if hasattr(model, record):
+def _check_shared(model: nn.Module, placement: Placement) -> None:
+    """Refuse to merge CONCAT, which is one layer's, into a weight that other modules read too."""
+    names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
+    for holders in _owners(model).values():
+        layers = [names[module] for module, local in holders if local == "weight"]
+        merging = [name for name in layers if name in placement.concat]
+        if merging and len(holders) > 1:
+            others = [names[module] for module, _ in holders if names[module] != merging[0]]
             raise ValueError(
-                f"this {type(model).__name__} was changed by {record} before, and its layers are "
-                f"not plain: {cure}"
-            )
-    modules = dict(model.named_modules())
-    for head in heads:
-        if head not in modules:
-            children = ", ".join(name for name, _ in model.named_children())
-            raise ValueError(
-                f"head {head!r} is no module of {type(model).__name__}: expected a dotted name "
-                f"that begins with one of {children}"
+                f"the terms (concat) of {merging[0]} cannot be merged into its weight, which is "
+                f"also that of {', '.join(others)}: keep the model as it is, and save what was "
+                "trained with lightning_modules.apet.save"
             )

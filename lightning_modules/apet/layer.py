@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
@@ -49,7 +50,8 @@ class Tuned(nn.Module):
         """A parameter of this module with its trainable elements added."""
         base: Any = self._parameters[name]
         values = self._parameters.get(f"apet_add_{name}")
-        if values is None:
+        # FSDP2 reads the attribute, through this method, while it shards and gathers the parameter
+        if values is None or isinstance(base, DTensor):
             return base
         index = self._buffers.get(f"apet_index_{name}")
         if index is None:

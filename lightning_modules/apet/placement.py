@@ -40,7 +40,8 @@ class Placement:
     """The positions of trainable parameters in a model.
 
     Attributes:
-        add: name of a parameter → flat indices (n,) of its trainable elements, or None for all.
+        add: name of a parameter → flat indices (n,) of its trainable elements, ascending, or None
+            for all.
         bias: names of linear layers without a bias that get one, starting at zero (T5's BitFit).
         concat: name of a linear layer → numbers of trainable elements of W_3 and W_4, which are
             filled term by term.
@@ -90,11 +91,28 @@ def linear_layers(model: nn.Module, heads: Sequence[str] = ()) -> dict[str, Any]
 
 def body_parameters(model: nn.Module, heads: Sequence[str] = ()) -> dict[str, nn.Parameter]:
     """The parameters outside the heads, by name, each once even where modules share it."""
+    trained = head_parameters(model, heads)
     return {
         name: parameter
         for name, parameter in model.named_parameters()
-        if not inside(name, heads) and parameter.is_floating_point()
+        if parameter not in trained and parameter.is_floating_point()
     }
+
+
+def head_parameters(model: nn.Module, heads: Sequence[str]) -> set[nn.Parameter]:
+    """The parameters of the heads, with those that other modules share under other names."""
+    return {
+        parameter
+        for name, module in model.named_modules()
+        if name in heads
+        for parameter in module.parameters()
+    }
+
+
+def check_seed(seed: int) -> None:
+    """Refuse a seed that numpy's RandomState does not take."""
+    if type(seed) is not int or not 0 <= seed < 2**32:
+        raise ValueError(f"seed {seed!r} is no whole number from 0 to 2**32 - 1: give one")
 
 
 def draw(
@@ -117,14 +135,15 @@ def draw(
         heads: names of modules that are trained in full in addition; they do not count.
 
     Raises:
-        ValueError: for a budget below 1 or above the model's parameters, an unknown operation, or
-            "concat" or "plug" on a model without linear layers.
+        ValueError: for a budget or a seed that is no whole number in its range, an unknown
+            operation, or "concat" or "plug" on a model without linear layers.
     """
+    check_seed(seed)
     parameters = body_parameters(model, heads)
     total = sum(parameter.numel() for parameter in parameters.values())
-    if not 1 <= budget <= total:
+    if type(budget) is not int or not 1 <= budget <= total:
         raise ValueError(
-            f"budget {budget} is out of range: {type(model).__name__} has {total:,} parameters "
+            f"budget {budget!r} is out of range: {type(model).__name__} has {total:,} parameters "
             "outside its heads; give a whole number from 1 to that"
         )
     unknown = [operation for operation in operations if operation not in OPERATIONS]

@@ -6,6 +6,7 @@ is extended, and the rows' positions are removed from the outputs again, so that
 `generate` work with the original lengths.
 """
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -28,19 +29,10 @@ def add_prompt(model: nn.Module, tokens: int, seed: int) -> None:
         seed: of that draw.
 
     Raises:
-        ValueError: if the model does not embed tokens, or is a decoder with a classifier.
+        ValueError: for a model that `check_prompt` refuses.
     """
-    if isinstance(getattr(model, "score", None), nn.Linear):
-        raise ValueError(
-            f"{type(model).__name__} would classify by padding once its input has a prompt: use "
-            "LabelWordTuning, which answers by label words"
-        )
-    embed = getattr(model, "get_input_embeddings", lambda: None)()
-    if not isinstance(embed, nn.Embedding):
-        raise ValueError(
-            f"{type(model).__name__} embeds no tokens, so it takes no prompt: use add, concat or "
-            "plug"
-        )
+    check_prompt(model)
+    embed: Any = model.get_input_embeddings()  # type: ignore[operator]
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(embed.num_embeddings, (tokens,), generator=generator)
     with torch.no_grad():
@@ -56,6 +48,31 @@ def add_prompt(model: nn.Module, tokens: int, seed: int) -> None:
     else:
         handles.append(model.register_forward_hook(_cut_hook, with_kwargs=True))
     setattr(model, HOOKS, handles)
+
+
+def check_prompt(model: nn.Module) -> None:
+    """Refuse a model that cannot have a prompt.
+
+    Raises:
+        ValueError: if the model does not embed tokens, is a decoder with a classifier, or answers
+            with positions of its input.
+    """
+    if isinstance(getattr(model, "score", None), nn.Linear):
+        raise ValueError(
+            f"{type(model).__name__} would classify by padding once its input has a prompt: use "
+            "LabelWordTuning, which answers by label words"
+        )
+    embed = getattr(model, "get_input_embeddings", lambda: None)()
+    if not isinstance(embed, nn.Embedding):
+        raise ValueError(
+            f"{type(model).__name__} embeds no tokens, so it takes no prompt: use add, concat or "
+            "plug"
+        )
+    if "start_positions" in signature(model.forward).parameters:
+        raise ValueError(
+            f"{type(model).__name__} answers with positions of its input, which a prompt would "
+            "shift: use add, concat or plug"
+        )
 
 
 def remove_prompt(model: nn.Module) -> None:
@@ -95,12 +112,17 @@ def _prepend_hook(
 
 def _cut_hook(model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
     """Remove the rows' positions from the outputs."""
+    if isinstance(output, tuple):
+        raise ValueError(
+            f"{type(model).__name__} returned a tuple, in which the prompt's positions cannot be "
+            "told apart: leave out return_dict=False"
+        )
     embedded = kwargs.get("inputs_embeds")
     if embedded is None:
         return output
-    for name in ("logits", "last_hidden_state"):
-        values = getattr(output, name, None)
-        if values is not None and values.ndim == 3 and values.shape[1] == embedded.shape[1]:
+    for name, values in list(output.items()):
+        by_token = isinstance(values, Tensor) and values.ndim == 3
+        if by_token and values.shape[1] == embedded.shape[1]:
             output[name] = values[:, len(model.apet_prompt) :]  # type: ignore[arg-type]
     return output
 
@@ -125,7 +147,8 @@ class _EncoderHook:
         self, encoder: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
         kwargs = _by_name(args, kwargs)
-        length = kwargs["input_ids"].shape[1]
+        given = kwargs.get("inputs_embeds")
+        length = (kwargs["input_ids"] if given is None else given).shape[1]
         mask = kwargs.get("attention_mask")
         if mask is not None and mask.shape[1] == length:
             kwargs["attention_mask"] = _extended(mask, len(self.model.apet_prompt), 1)  # type: ignore

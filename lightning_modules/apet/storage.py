@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_modules.apet.checks import check_placement, check_plain, tunable_count
 from lightning_modules.apet.insert import Apet, apet_of, attach, tunables
-from lightning_modules.apet.placement import Placement, draw
+from lightning_modules.apet.placement import Placement, draw, head_parameters
 from lightning_modules.layouts import inside
 from lightning_modules.weights import fingerprint, mismatch
 
@@ -38,7 +39,7 @@ def save(model: nn.Module, path: str | Path) -> Path:
     record = apet_of(model)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    values = [parameter.detach().flatten().float().cpu() for parameter in tunables(model).values()]
+    values = [parameter.detach().flatten().cpu() for parameter in tunables(model).values()]
     tensors = {"values": torch.cat(values)} | {
         f"heads.{name}": value.detach().cpu().contiguous()
         for name, value in model.state_dict().items()
@@ -73,8 +74,8 @@ def load(model: nn.Module, path: str | Path, placement: Placement | None = None)
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if `save` did not write it, positions, base or heads differ, or the positions
-            were not drawn and no placement is given.
+        ValueError: if `save` did not write it, positions, base or heads differ, values are missing,
+            or the positions were not drawn and no placement is given.
     """
     path = Path(path)
     if not path.is_file():
@@ -89,6 +90,7 @@ def load(model: nn.Module, path: str | Path, placement: Placement | None = None)
         )
     settings = json.loads(metadata["settings"])
     heads, operations = tuple(settings["heads"]), settings["operations"]
+    check_plain(model, heads)
     if placement is None:
         if operations is None:
             raise ValueError(
@@ -113,40 +115,30 @@ def load(model: nn.Module, path: str | Path, placement: Placement | None = None)
             f"the head tensor {name} has shape {in_file} in {path} and {in_model} in the "
             "model: build the model with the same heads and number of classes"
         )
+    check_placement(model, placement, settings["seed"])
+    values, count = tensors.get("values", torch.empty(0)), tunable_count(model, placement)
+    if values.shape != (count,):
+        raise ValueError(
+            f"{path} has values of shape {tuple(values.shape)}, expected ({count},), one for each "
+            "trained parameter: the file is damaged; save it again"
+        )
     operations = None if operations is None else tuple(operations)
     attach(model, Apet(placement, settings["seed"], settings["budget"], operations, heads))
-    fill(model, tensors["values"])
+    parameters = list(tunables(model).values())
+    pieces = values.split([parameter.numel() for parameter in parameters])
+    for parameter, piece in zip(parameters, pieces, strict=True):
+        parameter.data = piece.view_as(parameter).to(parameter.device)
     model.load_state_dict(trained, strict=False)  # only the heads' tensors, which were checked
     return model
 
 
-@torch.no_grad()
-def fill(model: nn.Module, values: Tensor) -> None:
-    """Set the values of θ.
-
-    Args:
-        model: a model that `insert` or `attach` has changed.
-        values: (budget,), in the order of `tunables`.
-
-    Raises:
-        ValueError: if there are more or fewer values than parameters in θ.
-    """
-    parameters = tunables(model).values()
-    count = sum(parameter.numel() for parameter in parameters)
-    if len(values) != count:
-        raise ValueError(f"{len(values)} values for {count} trainable parameters")
-    for parameter, piece in zip(
-        parameters, values.split([p.numel() for p in parameters]), strict=True
-    ):
-        parameter.copy_(piece.view_as(parameter))
-
-
 def base_fingerprint(model: nn.Module, heads: tuple[str, ...] = ()) -> str:
     """SHA-256 of the base's parameters outside the heads, see `weights.fingerprint`."""
+    in_heads = head_parameters(model, heads)
     return fingerprint(
         {
             name: parameter
             for name, parameter in model.named_parameters()
-            if not inside(name, heads) and not name.rpartition(".")[2].startswith("apet_")
+            if parameter not in in_heads and not name.rpartition(".")[2].startswith("apet_")
         }
     )

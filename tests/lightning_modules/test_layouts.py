@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 from lightning_modules.layout_table import LAYOUTS, FeedForwardLayout
-from lightning_modules.layouts import attentions, feed_forwards, fused_slice
+from lightning_modules.layouts import attentions, feed_forwards, fused_slice, uncalled_layers
 
 
 def text(kind: str, **settings) -> nn.Module:
@@ -157,6 +157,33 @@ def test_other_attention_is_refused_by_name(name):
         model = timm.create_model(name, depth=1) if "swin" not in name else timm.create_model(name)
     with pytest.raises(ValueError, match=r"Attention.*layout_table.py; add it: LAYOUTS\['timm"):
         attentions(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "qkv"),
+    [
+        ("beit_base_patch16_224", {"embed_dim": 24, "depth": 1, "num_heads": 2}, True),
+        ("eva02_tiny_patch14_224", {"embed_dim": 24, "depth": 1, "num_heads": 2}, True),
+        ("eva02_base_patch14_224", {"embed_dim": 24, "depth": 1, "num_heads": 2}, False),
+        ("swinv2_tiny_window8_256", {"embed_dim": 24, "depths": (1, 1), "num_heads": (2, 2)}, True),
+        ("vit_tiny_patch16_224", {"embed_dim": 24, "depth": 1, "num_heads": 2}, False),
+    ],
+)
+def test_uncalled_layers_are_those_that_a_forward_pass_does_not_call(name, sizes, qkv):
+    model = timm.create_model(name, **sizes)
+    linear = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}
+    for training in (True, False):
+        called = set()
+        handles = [
+            m.register_forward_hook(lambda *_, n=n, called=called: called.add(n))
+            for n, m in linear.items()
+        ]
+        side = model.default_cfg["input_size"][-1]
+        model.train(training)(torch.zeros(1, 3, side, side))
+        for handle in handles:
+            handle.remove()
+        assert uncalled_layers(model) == set(linear) - called
+    assert any(n.endswith("attn.qkv") for n in uncalled_layers(model)) == qkv
 
 
 def test_timm_attention_by_its_formula():

@@ -20,8 +20,11 @@ from tests.recipes import stage_runs
 from tests.recipes.stage_runs import Killed, assert_same, logged, under_both_strategies
 
 REPAIR, DISTIL = "pela/deit_b", "self_distillation/images_adapt"
-ALBEF_REPAIR = "albef/repair"
+ALBEF_REPAIR, APET = "albef/repair", "apet/encoder"
 VIT = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 3, "num_heads": 2}
+BERT = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2
+}  # fmt: skip
 NOISE = {"drop_path_rate": 0.2, "proj_drop_rate": 0.1}
 VALIDATED, BY_STEPS = "--trainer.check_val_every_n_epoch=1", "--trainer.val_check_interval=4"
 SCENES = ['--data.generate={"train": 25, "val": 3}', "--data.batch_size=4", VALIDATED]
@@ -52,6 +55,11 @@ STAGES = {
         *("--model.setting=paper", "--model.p=2.0", "--model.beta=1.0", "--model.warmup_steps=2"),
         *("--data.batch_size=208", VALIDATED),
     ],
+    APET: [
+        f"--model.model_args={json.dumps(BERT)}",
+        *("--data.limit=80", "--model.method_args.budget=3000", BY_STEPS),
+    ],
+    "apet/decoder": ["--data.limit=80", BY_STEPS],
     "matformer/matlm": ["--data.max_bytes=60000", "--data.eval_tokens=1000", BY_STEPS],
     ALBEF_REPAIR: [
         *PAIRS,
@@ -198,20 +206,28 @@ def assert_terms_are_felt(rows):
         assert sum(shares.values()) == pytest.approx(1) and min(shares.values()) > 0
 
 
-QUIET = f"--model.model_args={json.dumps(VIT)}"  # no noise that each process draws for itself
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("alone") / "run"
-    return in_one_process(REPAIR, folder, QUIET, "--data.batch_size=256")
+# all of a stage's data at each step, and no noise that each process draws for itself
+DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+QUIET = {
+    REPAIR: (256, [f"--model.model_args={json.dumps(VIT)}"]),
+    APET: (
+        16,
+        [
+            "--data.limit=16",
+            f"--model.model_args={json.dumps(BERT | dict.fromkeys(DROPOUTS, 0.0))}",
+        ],
+    ),
+}
 
 
 @under_both_strategies
-def test_two_processes_compute_what_one_does(strategy, alone, tmp_path):
-    """PELA's teacher and losses, on the same 256 images a step."""
-    quiet = (QUIET, "--data.batch_size=128")
-    two, other = in_two_processes(REPAIR, tmp_path / "two", strategy, *quiet)
+@pytest.mark.parametrize("stage", QUIET)
+def test_two_processes_compute_what_one_does(stage, strategy, tmp_path):
+    """PELA's teacher and losses, and APET's elements of weights that FSDP2 shards."""
+    size, quiet = QUIET[stage]
+    alone = in_one_process(stage, tmp_path / "one", *quiet, f"--data.batch_size={size}")
+    half = f"--data.batch_size={size // 2}"
+    two, other = in_two_processes(stage, tmp_path / "two", strategy, *quiet, half)
     for name, value in alone["weights"].items():
         torch.testing.assert_close(two["weights"][name], value, atol=1e-3, rtol=1e-3, msg=name)
     mean = (torch.tensor(two["losses"]) + torch.tensor(other["losses"])) / 2

@@ -11,6 +11,8 @@ import pytest
 import timm
 import torch
 import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
 from scipy import stats
 from torch.nn import functional as F
 from transformers import (
@@ -258,6 +260,90 @@ def test_what_cannot_merge_is_named():
     with pytest.raises(ValueError, match=r"adapters \(plug\) cannot be merged"):
         merge(model)
     assert count(strip(model)) == 0
+    for placement in (prompt(3), bitfit(made("t5"))):
+        model = attach(made("t5"), Apet(placement))
+        with pytest.raises(ValueError, match=r"keep the model as it is, and save what .*apet.save"):
+            merge(model)
+
+
+class Shared(torch.nn.Module):
+    """Two linear layers with one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.other.weight = self.one.weight
+
+    def forward(self, x):
+        return self.other(self.one(x))
+
+
+def test_concat_does_not_merge_into_a_shared_weight():
+    """It would change the other layer, too."""
+    model = attach(Shared(), Apet(lora(Shared(), ["other"], rank=1)))
+    scatter(model)
+    expected = model(torch.ones(1, 4))
+    with pytest.raises(ValueError, match="of other cannot be .* also that of one: keep the model"):
+        merge(model)
+    assert torch.equal(model(torch.ones(1, 4)), expected)
+    model = attach(Shared(), Apet(Placement(add={"one.weight": None})))
+    scatter(model)
+    expected = model(torch.ones(1, 4))
+    assert torch.equal(merge(model)(torch.ones(1, 4)), expected)
+
+
+def test_a_head_s_weight_is_the_head_s_under_every_name(tmp_path):
+    model = insert(made("llama"), 100, heads=["lm_head"])
+    assert count(model) == 100 + 60 * 32
+    assert not any("embed_tokens" in name for name in tunables(model))
+    scatter(model)
+    with torch.no_grad():
+        model.lm_head.weight.add_(0.1)
+    again = load(made("llama"), save(model, tmp_path / "theta.safetensors"))
+    assert torch.equal(still(again), still(model))
+
+
+def test_values_keep_their_type(tmp_path):
+    model = insert(made("bert"), 50, seed=3).double()
+    scatter(model)
+    theta = [value / 3 for value in tunables(model).values()]
+    with torch.no_grad():
+        for parameter, value in zip(tunables(model).values(), theta, strict=True):
+            parameter.copy_(value)
+    file = save(model, tmp_path / "theta.safetensors")
+    again = load(made("bert", torch.float64), file)
+    for parameter, value in zip(tunables(again).values(), theta, strict=True):
+        assert torch.equal(parameter, value)
+
+
+def test_a_file_without_one_value_is_refused_before_anything_is_changed(tmp_path):
+    file = save(insert(made("bert"), 50), tmp_path / "theta.safetensors")
+    with safe_open(file, "pt") as opened:
+        metadata, values = opened.metadata(), opened.get_tensor("values")
+    for tensors in ({"values": values[:-1]}, {}):
+        save_file(tensors, file, metadata)
+        base = made("bert")
+        with pytest.raises(ValueError, match=r"theta.safetensors has .*expected \(50,\).*again"):
+            load(base, file)
+        untouched(base)
+
+
+def untouched(model):
+    assert not hasattr(model, "apet") and all(p.requires_grad for p in model.parameters())
+    assert not any("apet" in name for name in model.state_dict())
+
+
+NAME = "bert.encoder.layer.0.output.dense.weight"
+
+
+@pytest.mark.parametrize(
+    "index", [[3, 1], [1, 1], [-1, 2], [0, 32 * 64], [[1, 2]], [0.0, 1.0], [True, False]]
+)
+def test_positions_that_the_gradient_would_get_wrong_are_refused(index):
+    model = made("bert")
+    with pytest.raises(ValueError, match=f"{NAME} in Placement.add .*from 0 to 2047.*unique"):
+        attach(model, Apet(Placement(add={NAME: torch.tensor(index)})))
+    untouched(model)
 
 
 @every_model
@@ -379,6 +465,49 @@ def test_a_decoder_with_a_classifier_takes_no_prompt():
         add_prompt(model, 4, 0)
 
 
+@pytest.mark.parametrize("name", ["Bert", "GPT2"])
+def test_an_answer_by_positions_takes_no_prompt(name):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50}
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    model = getattr(transformers, f"{name}ForQuestionAnswering")(config)
+    with pytest.raises(ValueError, match=f"{name}ForQuestionAnswering answers with positions"):
+        attach(model, Apet(prompt(4)))
+    untouched(model)
+
+
+@pytest.mark.parametrize("tokens", [-1, 2.0])
+def test_a_prompt_s_length_is_a_whole_number(tokens):
+    model = made("bert")
+    with pytest.raises(ValueError, match=f"a prompt of {tokens} tokens is not possible"):
+        attach(model, Apet(prompt(tokens)))
+    untouched(model)
+
+
+def test_a_prompted_model_returns_no_tuple():
+    model = attach(made("bert"), Apet(prompt(4)))
+    with pytest.raises(ValueError, match="leave out return_dict=False"):
+        model(torch.ones(1, 3, dtype=torch.long), return_dict=False)
+
+
+def test_every_output_by_token_is_cut():
+    torch.manual_seed(0)
+    model = transformers.BertForPreTraining(BertConfig(vocab_size=60, **BERT))
+    attach(model, Apet(prompt(4)))
+    assert model(torch.ones(1, 3, dtype=torch.long)).prediction_logits.shape == (1, 3, 60)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_a_prompt_before_embedded_input(name):
+    model = attach(made(name), Apet(prompt(4)))
+    ids = torch.randint(60, (2, 6), generator=torch.Generator().manual_seed(0))
+    more = {"decoder_input_ids": ids[:, :2]} if name == "t5" else {}
+    more["attention_mask"] = torch.ones_like(ids)
+    with torch.no_grad():
+        expected = model(input_ids=ids, **more).logits
+        given = model.get_input_embeddings()(ids)
+        assert torch.equal(model(inputs_embeds=given, **more).logits, expected)
+
+
 def test_a_prompt_is_peft_s():
     import peft
 
@@ -462,6 +591,12 @@ def test_the_gradient_is_autograd_s(kind):
 BAD = [
     ({"budget": 0}, "budget 0 is out of range"),
     ({"budget": 10**9}, "give a whole number from 1 to that"),
+    ({"budget": 7.0}, "budget 7.0 is out of range"),
+    ({"budget": "7"}, "budget '7' is out of range"),
+    ({"budget": None}, "budget None is out of range"),
+    ({"budget": True}, "budget True is out of range"),
+    ({"budget": 5, "seed": -1}, "seed -1 is no whole number from 0 to"),
+    ({"budget": 5, "seed": 1.5}, "seed 1.5 is no whole number from 0 to"),
     ({"budget": 5, "operations": ["prefix"]}, "expected one or more of add, concat, plug"),
     ({"budget": 5, "operations": []}, "expected one or more of"),
     ({"budget": 5, "heads": ["head"]}, "begins with one of bert"),
@@ -481,8 +616,10 @@ def test_an_operation_that_the_architecture_does_not_allow_is_said():
     with pytest.raises(ValueError, match=r"concat, plug cannot be inserted: use operations"):
         insert(model, 5)
     assert count(insert(model, 5, operations=["add"])) == 5
+    model = made("vit")
     with pytest.raises(ValueError, match="embeds no tokens"):
-        attach(made("vit"), Apet(prompt(3), 0))
+        attach(model, Apet(prompt(3), 0))
+    untouched(model)
 
 
 def test_what_another_method_changed_is_refused():
