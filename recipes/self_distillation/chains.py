@@ -168,7 +168,7 @@ class Chains:
         self.run, self.kind, self.grid, self.name, self.seed = run, kind, grid, name, seed
         self.original, self.unlabelled = original, dict(unlabelled)
         self.data = dict(grid["sets"][name])
-        # a varied class of the data would keep flags from changing its arguments, such as data.root;
+        # a varied class of the data would keep flags from changing its arguments (data.root);
         # a varied share of held-out images would keep trials from holding more out
         free = ("data", "data.val_fraction")
         self.settings = {key: self.data.pop(key) for key in free if key in self.data}
