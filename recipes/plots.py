@@ -81,6 +81,7 @@ def curves(
     where: Where | None = None,
     titles: Mapping[str, str] | None = None,
     baselines: Sequence[str] = (),
+    marks: Mapping[str, str] | None = None,
     scale: float = 1.0,
     log: bool = False,
     xlabel: str = "",
@@ -88,7 +89,9 @@ def curves(
 ) -> None:
     """Plot a metric against `x`; the band is one standard deviation over seeds on each side.
 
-    The arguments are those of `scatter`; `baselines` are series whose numbers have no x.
+    The arguments are those of `scatter`; `baselines` are series whose numbers have no x. `marks`
+    are up to two metrics, places on the horizontal axis, with their titles: each has a broken
+    vertical line at its median over seeds, in the colour of its series.
     """
     lines = select(table, where or {})
     with _figure(lines, metric, {"": xlabel}, panel, path, ylabel, log) as panels:
@@ -110,6 +113,12 @@ def curves(
                     for sign in (-1, 1)
                 )
                 axis.fill_between(places, low, high, alpha=0.15, color=color)
+                marked = zip(("--", "-."), (marks or {}).items(), strict=False)
+                for style, (mark, meaning) in marked:
+                    at = by_seed(select(part, {series: name}), mark).median()
+                    if at == at:  # not NaN: some seed has it
+                        label = f"{title}: {meaning}"
+                        axis.axvline(at, color=color, linestyle=style, label=label)
 
 
 def save_plot(figure: "plt.Figure", path: Path) -> None:

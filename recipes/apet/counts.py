@@ -40,7 +40,7 @@ from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
 from recipes.plots import curves
 from recipes.provenance import provenance
-from recipes.results import Row, by_seed
+from recipes.results import Row, by_seed, select
 from recipes.runner import run_experiment
 from recipes.tables import Table, summary
 
@@ -141,8 +141,12 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         for task in tasks
         for model in models
     ]
+    levels = {f"{model}, full fine-tuning": ("full", model) for model in models}
+    levels["guessing"] = ("guessing", models[0])
     curves(
-        table, run.out / "counts.png", "curve", panel="set", where={"set": tasks},
+        with_levels(table, levels), run.out / "counts.png", "curve", panel="set",
+        where={"set": tasks}, titles={name: name for name in (*models, *levels)},
+        baselines=list(levels), marks={"low": "low threshold", "high": "high threshold"},
         scale=100, log=True, xlabel="trainable parameters", ylabel="score, %",
     )  # fmt: skip
     return [
@@ -153,10 +157,25 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         "part; mean ± standard deviation over the seeds that reach it; in brackets how many do.",
         Table(["model", "task", "low", "high"], rows).markdown(),
         "![Score against the number of trainable parameters](counts.png)",
+        "Vertical lines are at the median threshold over the seeds that reach it.",
         "**The paper's Fig. 5**, low thresholds over its tasks:",
         Table(["model", "parameters"], [list(row) for row in PAPER.items()]).markdown(),
         "Its high threshold falls with scale (a figure).",
     ]
+
+
+def with_levels(table: pd.DataFrame, levels: Mapping[str, tuple[str, str]]) -> pd.DataFrame:
+    """A table for the plot: thresholds as counts, and levels as series of their own.
+
+    Args:
+        table: the tidy table, in which thresholds are logarithms.
+        levels: name of a series → metric and row that it shows.
+    """
+    counts = 10 ** table["value"].clip(upper=12)
+    parts = [table.assign(value=table["value"].mask(table["metric"].isin(["low", "high"]), counts))]
+    for name, (metric, row) in levels.items():
+        parts.append(select(table, {"metric": metric, "row": row}).assign(row=name, metric="curve"))
+    return pd.concat(parts, ignore_index=True)
 
 
 def _threshold(table: pd.DataFrame, run: Run, model: str, task: str, name: str) -> str:
