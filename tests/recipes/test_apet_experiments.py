@@ -27,7 +27,7 @@ from recipes.claims import judge
 from recipes.cli import grid, presets
 from recipes.experiment import Stage
 from recipes.records import Finished, at, best_of
-from recipes.results import Row, tidy
+from recipes.results import Row, by_seed, tidy
 from recipes.runner import command_line
 from tests.recipes.report_checks import check_reports_of_parts
 
@@ -331,6 +331,19 @@ def test_the_trials_of_seed_0_are_its_trainings():
     assert [trial.seed for trial in tuned.waits_for()] == [0] * len(RATES)
     with pytest.raises(ValueError, match="--models has 'BERT-base': expected some of MiniLM, bge"):
         declared("scales", "--preset", "small", "--models", "BERT-base")
+
+
+def test_the_plot_of_counts_has_thresholds_as_counts_and_levels_as_series():
+    lines = [
+        Row("MiniLM", "curve", 0.6, "SST-2", x=100), Row("MiniLM", "full", 0.8, "SST-2"),
+        Row("MiniLM", "guessing", 0.5, "SST-2"), Row("MiniLM", "high", 2.0, "SST-2"),
+    ]  # fmt: skip
+    levels = {"full fine-tuning": ("full", "MiniLM"), "guessing": ("guessing", "MiniLM")}
+    table = module_of("counts").with_levels(tidy(lines, "apet.counts", "small", 0), levels)
+    assert by_seed(table, "high", {"row": "MiniLM"}).tolist() == [100]  # 10²
+    assert by_seed(table, "curve", {"row": "full fine-tuning"}).tolist() == [0.8]
+    assert by_seed(table, "curve", {"row": "guessing"}).tolist() == [0.5]
+    assert by_seed(table, "curve", {"row": "MiniLM", "x": 100}).tolist() == [0.6]
 
 
 def test_the_best_trial_counts():

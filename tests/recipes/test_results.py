@@ -271,6 +271,20 @@ class TestPlots:
         band = axis.collections[0].get_paths()[0].vertices[:, 1]
         assert (band.min(), band.max()) == pytest.approx((30 - 200**0.5, 30 + 200**0.5))
 
+    def test_a_mark_is_a_vertical_line_in_the_colour_of_its_series(self, tmp_path, monkeypatch):
+        drawn = []
+        monkeypatch.setattr("recipes.plots.save_plot", lambda figure, path: drawn.append(figure))
+        rows = [Row("a", "loss", x, x=x) for x in (1, 2, 4)]
+        tables = [
+            tidy([*rows, Row("a", "knee", knee)], "e", "p", seed)
+            for seed, knee in enumerate((1, 2, 4))
+        ]
+        marks = {"knee": "the knee", "absent": "not there"}
+        curves(pd.concat(tables), tmp_path / "a.png", "loss", marks=marks)
+        curve, mark = drawn[0].axes[0].lines
+        assert set(mark.get_xdata()) == {2} and mark.get_label() == "a: the knee"
+        assert mark.get_color() == curve.get_color()
+
     def test_twelve_series_have_twelve_colours(self, tmp_path, monkeypatch):
         drawn = []
         monkeypatch.setattr("recipes.plots.save_plot", lambda figure, path: drawn.append(figure))
