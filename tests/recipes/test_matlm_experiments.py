@@ -14,14 +14,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightning_modules.matformer import set_granularity
+from datamodules.tokens import train_tokenizer
+from lightning_modules.backbones import build_text
+from lightning_modules.matformer import nest, set_granularity
 from lightning_modules.matformer.speculative import speculative_generate
 from recipes import generate
 from recipes.claims import NOT_JUDGED, SUPPORTED, judge
 from recipes.experiment import Measuring
+from recipes.experiment_plan import fill, grouped
 from recipes.export import export
 from recipes.matformer import elastic, matlm, matlm_measures, scaling
 from recipes.matformer.language import load
+from recipes.matformer.submodels import ladder
+from recipes.nodes import device
 from recipes.predict import Predictor
 from recipes.records import read_record
 from recipes.results import Row, read, tidy
@@ -346,6 +351,67 @@ def test_nothing_undoes_the_sorting():
     elastic.declare(started)
     with pytest.raises(ValueError, match=r"model\.init_from"):
         started.check()
+
+
+def test_a_decoder_of_the_user_s_is_made_elastic_and_planned(tmp_path):
+    """The flag that the docstring names: `prepare` reads it, and the plan measures that decoder."""
+    decoder = build_text("starcoder2", "causal", {**DECODER, "num_hidden_layers": 3})
+    decoder.save_pretrained(tmp_path / "mine")
+    train_tokenizer([], 259).save_pretrained(tmp_path / "mine")
+    (tmp_path / "text.txt").write_text("a line of text\n" * 200)
+    flags = ["--preset", "small", "--out", str(tmp_path), "--rows", "elastic,dense"]
+    for key, value in {
+        "model.architecture": tmp_path / "mine", "data.tokenizer": tmp_path / "mine",
+        "model.fractions": '{"ffn": [0.5, 1.0]}', "data.train": tmp_path / "text.txt",
+        "data.val": tmp_path / "text.txt", "data.length": 16, "data.cache": tmp_path / "corpora",
+    }.items():  # fmt: skip
+        flags.append(f"--elastic.{key}={value}")
+    started = command_line(elastic.EXPERIMENT, flags)
+    elastic.declare(started)
+    started.check()
+    nodes = {node.name: node for node in started.nodes.values()}
+    assert nodes["prepared"].settings["architecture"] == str(tmp_path / "mine")
+    for row, fractions in {"elastic": {"ffn": [0.5, 1.0]}, "dense": None}.items():
+        arguments = nodes[row].parsed().model.init_args
+        assert arguments.architecture == str(nodes["prepared"].folder / "sorted")
+        assert arguments.fractions == fractions
+    [group, _] = groups = grouped([nodes["elastic"], nodes["dense"]], tmp_path / "plan")
+    (tmp_path / "plan").mkdir()
+    fill(group, groups)
+    assert group.plan is not None, group.unknown
+    assert any("mine" in line for line in group.reads)
+    # where the decoder is trained here, the flag would have no effect
+    started = command_line(elastic.EXPERIMENT, [f"--elastic.model.architecture={tmp_path}"])
+    elastic.declare(started)
+    with pytest.raises(ValueError, match=r"varies model\.architecture"):
+        started.check()
+
+
+DECODER = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "vocab_size": 259, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("starcoder2", {"max_position_embeddings": 12}),
+        ("mistral", {"sliding_window": 8}),
+        ("bloom", {"n_layer": 2, "n_head": 2, "max_position_embeddings": None}),
+    ],
+)
+def test_any_decoder_s_speed_is_measured(kind, sizes, monkeypatch):
+    monkeypatch.setattr(elastic, "OthersAtWork", lambda: SimpleNamespace(absent=lambda: True))
+    model = build_text(kind, "causal", {**DECODER, **sizes}).to(device()).eval()
+    windows = [{"input_ids": torch.arange(32)}]
+    data = SimpleNamespace(length=32, samples=lambda part: windows)
+    assert elastic.tokens_a_second(model, data, 64) > 0
+
+
+def test_the_ladder_of_a_nested_depth_has_its_uniform_sizes():
+    model = nest(build_text("starcoder2", "causal", DECODER), {"depth": [0.5, 1.0]})
+    assert ladder(model, 3) == [[0], [1]]
 
 
 def test_an_experiment_on_nested_models_refuses_to_nest_nothing():
