@@ -172,15 +172,23 @@ def test_a_finished_run_trains_nothing(trained, out, monkeypatch):
     ("flag", "said"),
     [
         ("--trainer.max_steps=-1", "trainer.max_steps is -1, expected 4 or more"),
-        ('--model.fractions={"ffn": [0.25, 0.5, 1.0]}', "expected one number for each of S, M"),
+        ('--model.fractions={"ffn": [0.25, 0.5, 1.0]}', "expected one axis.* each of S, M, L, XL"),
+        ('--model.fractions={"depth": [0.25, 0.5, 0.75, 1.0]}', "expected one axis, ffn or heads"),
+        (
+            '--model.fractions={"ffn": [0.25, 0.5, 0.75, 1.0], "heads": [0.25, 0.5, 0.75, 1.0]}',
+            "expected one axis, ffn or heads",
+        ),
+        ("--model.architecture=gpt2", "gpt2 takes no intermediate_size from model.model_args"),
+        ("--model.model_args=null", "takes no hidden_size, num_attention_heads, intermediate_size"),
         ('--model.fractions={"heads": [0.25, 0.5, 0.75, 1.0]}', r"has \[\] for ffn"),
     ],
 )
 def test_budgets_and_sizes_that_have_no_independent_models_are_refused(flag, said):
-    started = command_line(matlm.EXPERIMENT, ["--rows", "independent", flag])
-    matlm.declare(started)
-    with pytest.raises(ValueError, match=said):
-        started.check()
+    for row in ("independent", "widths"):
+        with pytest.raises(ValueError, match=said):
+            started = command_line(matlm.EXPERIMENT, ["--rows", row, flag])
+            matlm.declare(started)
+            started.check()
 
 
 def test_joint_training_sees_as_many_tokens_in_batches_that_fit():
@@ -314,6 +322,16 @@ def test_what_cannot_be_written_is_said(trained, arguments, said):
     file = str(trained.out / "seed0" / "matlm" / "checkpoints" / "last.ckpt")
     with pytest.raises((ValueError, FileNotFoundError), match=said):
         generate.main([*(file if one == "CKPT" else one for one in arguments), "--tokens", "20"])
+
+
+def test_predict_continues_a_long_prompt_where_it_ends(trained):
+    file = trained.out / "seed0" / "matlm" / "checkpoints" / "last.ckpt"
+    prompt = "".join(f"{letter} = {letter} + 1; " for letter in "abcdefghi")
+    [written] = Predictor(file, max_new_tokens=20)([prompt])
+    alone = generate.main([str(file), "--prompt", prompt, "--tokens", "20"])
+    assert written.label == alone.strip()
+    with pytest.raises(ValueError, match="A prompt of 99 .* more than the 128 positions"):
+        Predictor(file, max_new_tokens=40)([prompt])
 
 
 def test_another_file_is_no_checkpoint_of_matlm(tmp_path):
