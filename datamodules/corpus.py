@@ -169,7 +169,8 @@ class CorpusData(PartsData):
             if (written := self._written(part)) is not None:
                 folder = written
             else:
-                digest = hashlib.sha256(f"{self._key(part)} {self._tokenizer_key()}".encode())
+                key = f"{self._key(part)} {fingerprint(self.tokenizer)}"
+                digest = hashlib.sha256(key.encode())
                 folder = self.cache / f"{self.source}-{part}-{digest.hexdigest()[:16]}"
                 write_tokens(self.documents(part), self.tokenizer, folder)
             self._files[part] = TokenFile(folder, self.tokenizer)
@@ -253,10 +254,12 @@ class CorpusData(PartsData):
     def _key(self, part: str) -> str:
         """A string that identifies the sources of a part's documents, for the names in `cache`."""
         if self.source == "datasets":
-            made_from: Any = [self.parts["train"], self.config, SPLITS[part]]
+            name = str(self.parts["train"])
+            # a folder's files may change; a set of the hub is known by its name
+            files = _stamps(_matching(Path(name))) if Path(name).exists() else []
+            made_from: Any = [name, self.config, SPLITS[part], *files]
         else:
-            paths = python_files() if self.source == "python" else self._paths(part)
-            made_from = [(str(path), path.stat().st_size, path.stat().st_mtime) for path in paths]
+            made_from = _stamps(python_files() if self.source == "python" else self._paths(part))
         return json.dumps([made_from, self.column, self.max_bytes])
 
     def _tokenizer_key(self) -> str:
@@ -331,6 +334,11 @@ def find_files(patterns: Sequence[str], root: str = "") -> list[Path]:
             )
         paths += found
     return paths
+
+
+def _stamps(paths: Sequence[Path]) -> list[tuple[str, int, float]]:
+    """Each file's path, size and time of its last change."""
+    return [(str(path), path.stat().st_size, path.stat().st_mtime) for path in paths]
 
 
 def _places(name: str, root: str) -> list[Path]:

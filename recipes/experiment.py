@@ -75,7 +75,7 @@ class Run:
         `value`: the stage then waits for the nodes behind it.
         """
         given = (dict(part or {}) for part in (varied, settings, derived))
-        return self._add(Stage(self, name, config, seed, *given, tuple(prepared)))
+        return self._add(Stage(self, name, config, seed, *given, prepared=tuple(prepared)))
 
     def measure(
         self,

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,7 +132,7 @@ class Stage(Node):
     varied: dict[str, Any]
     settings: dict[str, Any]
     derived: dict[str, Callable[[jsonargparse.Namespace], Any]]
-    prepared: tuple[str, ...] = ()
+    prepared: tuple[str, ...] = field(default=(), kw_only=True)
 
     def values(self) -> dict[str, Any]:
         """The settings from the experiment; values of other nodes are not resolved yet."""

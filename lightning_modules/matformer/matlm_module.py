@@ -119,9 +119,10 @@ class MatLM(ElasticModule):
         if self.pretrained and (refuse := getattr(data, "refuse_another_tokenizer", None)):
             refuse(h.architecture)
         longest = getattr(model.config, "max_position_embeddings", None)
-        if longest is not None and getattr(data, "length", 0) > longest:
+        length = getattr(data, "length", 0)
+        if longest is not None and length > longest:
             raise ValueError(
-                f"data.length is {data.length} and the model has {longest} positions: set "
+                f"data.length is {length} and the model has {longest} positions: set "
                 "data.length to at most that, or max_position_embeddings in model.model_args"
             )
         vocabulary = model.config.vocab_size

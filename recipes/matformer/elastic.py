@@ -269,16 +269,23 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         joined=[row for row in ("elastic", "distilled", "unsorted") if row in shown],
         ylabel="loss, nats a token",
     )
+    settings = run.parsed("elastic")
+    folders = ""
+    if trained:
+        folders += " Widths by layer with their scores are in slices.json of each row's folder."
+    if EXPORTED in shown:
+        folders += (
+            " The uniform sizes, and a Mix'n'Match size where there is one, stand ready for "
+            f"transformers in {run.out}/seed0/sizes of {EXPORTED}."
+        )
     sized = lines[lines["row"] != "prepared"]
     cost = sized[sized["metric"] == "parameters"].groupby("set")["value"].mean()
     largest_first = list(cost.sort_values(ascending=False).index)
     return [
         f"# A decoder made elastic, preset {run.preset}",
         provenance(run, table),
-        f"Perplexity on {scored_text(table)}, in disjoint windows. All rows saw the "
-        "same number of tokens. Labels with `*` are Mix'n'Match sizes. Widths by layer with their "
-        "scores are in slices.json of each row's folder; S, M, L, XL and a Mix'n'Match size stand "
-        f"ready for transformers in {run.out}/seed0/sizes of {EXPORTED}.",
+        f"Perplexity on {scored_text(table, settings.data.init_args)}. All rows saw the "
+        f"same number of tokens. Labels with `*` are Mix'n'Match sizes.{folders}",
         tabulate(sized, largest_first, columns, index="set").markdown(),
         "![loss against parameters](pareto.png)",
     ]

@@ -367,10 +367,11 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     titles = {**NESTED, INDEPENDENT: INDEPENDENT, **{name: name for name in PROBABILITIES}}
     main = select(table, {"metric": [*METRICS, "non_embedding"]})
     main = main[~main["set"].str.contains(" d")]
+    data = run.parsed("matlm").data.init_args
     paragraphs = [
         f"# MatLM, preset {run.preset}",
         provenance(run, table),
-        f"Validation loss in nats a token, on {scored_text(table)}. Labels with `*` are "
+        f"Validation loss in nats a token, on {scored_text(table, data)}. Labels with `*` are "
         "Mix'n'Match sizes: `M*3+L*3` is three layers of M, then three of L. Nested trainings saw "
         "4X tokens, each independent model X; the joint training makes a quarter of the updates "
         "with batches four times as large.",

@@ -3,6 +3,7 @@
 import cpu_torchvision  # noqa: F401
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -117,7 +118,22 @@ def test_reports_say_how_many_tokens_are_scored(trained, made_elastic):
         # the first of the 1,500 has nothing before it
         assert set(values(read(folder), "tokens scored").values()) == {1499}
         assert "1,499 tokens from the beginning of" in (folder / "report.md").read_text()
+        assert "in disjoint windows of 64 tokens" in (folder / "report.md").read_text()
     check_reports_of_parts(elastic.EXPERIMENT, made_elastic)
+
+
+@pytest.mark.parametrize(("row", "named"), [("elastic", True), ("dense", False)])
+def test_the_report_on_a_decoder_names_the_folders_that_exist(row, named, tmp_path):
+    flags = ["--rows", row, "--data.eval_stride=16", "--out", str(tmp_path)]
+    started = command_line(elastic.EXPERIMENT, flags)
+    lines = [
+        Row(row, metric, 3.0 + place, "XL")
+        for place, metric in enumerate(("loss", "perplexity", "parameters", "tokens a second"))
+    ]
+    table = tidy(lines, "matformer.elastic", "tiny", 0)
+    text = "\n".join(elastic.report(table, started))
+    assert ("slices.json" in text) is ("sizes of elastic" in text) is named
+    assert "in windows 16 tokens apart of 64 tokens" in text
 
 
 def test_points_of_the_scaling_law_are_granularities():
@@ -313,6 +329,10 @@ def test_a_checkpoint_writes_text_by_itself(trained, capsys):
         (["nowhere.ckpt", "--prompt", "a"], "nowhere.ckpt is not there"),
         (["CKPT", "--prompt", ""], "the prompt is empty"),
         (["CKPT", "--prompt", "a", "--draft", "tiny"], "unknown granularity 'tiny'"),
+        (["CKPT", "--prompt", "a", "--stop", ""], "--stop '' is in every text"),
+        (["CKPT", "--prompt", "a", "--sample", "--temperature", "nan"], "temperature is nan"),
+        (["CKPT", "--prompt", "a", "--seed", "1"], "--seed 1 has no effect without --sample"),
+        (["CKPT", "--prompt", "a", "--draft-tokens", "2"], "--draft-tokens 2 has no effect"),
         (["CKPT", "--prompt", "a" * 120, "--draft", "S"], "more than the 128 positions"),
         (["CKPT", "--prompt", "a", "--granularity", "0,1"], "has 2 entries"),
         (["CKPT", "--prompt", "a", "--granularity", "S", "--draft", "L"], "larger than the verif"),
@@ -486,6 +506,20 @@ def test_exports_load_where_this_repository_is_not(made_elastic, tmp_path, size,
     model = load(seed / "elastic" / "checkpoints" / "last.ckpt")
     set_granularity(model, chosen)
     assert torch.allclose(model(ids.to(model.device)).logits.cpu(), logits, atol=1e-5)
+
+
+def test_exports_write_text_until_any_of_their_end_tokens(made_elastic, capsys, tmp_path):
+    sizes = made_elastic.out / "seed0" / "sizes of elastic"
+    mixed = ["--prompt", "import os", "--tokens", "1", "--draft", str(sizes / "S")]
+    assert generate.main([str(sizes / "L*2+XL*2"), *mixed]) is not None
+    assert "; none of the drafted tokens accepted" in capsys.readouterr().err
+    shutil.copytree(sizes / "S", tmp_path / "S")
+    prompt = ["--prompt", "import os", "--tokens", "8"]
+    text = generate.main([str(tmp_path / "S"), *prompt])
+    config = tmp_path / "S" / "generation_config.json"
+    every = {**json.loads(config.read_text()), "eos_token_id": [2, *range(3, 259)]}
+    config.write_text(json.dumps(every))
+    assert len(text) > len(generate.main([str(tmp_path / "S"), *prompt])) == 1
 
 
 def test_two_exports_draft_for_each_other(made_elastic):
