@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> str:
         raise ValueError("the prompt is empty: give --prompt TEXT, or text on the standard input")
     tokens = options.tokens
     if tokens is None:
-        positions = getattr(model.config, "max_position_embeddings", math.inf)
+        positions = getattr(model.config, "max_position_embeddings", None) or math.inf
         tokens = max(1, min(128, positions - ids.shape[1]))
     target_device = device()
     draft: Any = None
