@@ -25,9 +25,10 @@ from datamodules.token_files import (
     TokenStream,
     Windows,
     appearing,
+    fingerprint,
     write_tokens,
 )
-from datamodules.tokens import load_tokenizer, tokenizer_state, train_tokenizer
+from datamodules.tokens import load_tokenizer, tokenizer_from, tokenizer_state, train_tokenizer
 
 Source = Literal["python", "files", "datasets"]
 BYTES = 259  # entries of `train_tokenizer`'s tokenizer when it has no merges: one for each byte
@@ -168,7 +169,8 @@ class CorpusData(PartsData):
             if (written := self._written(part)) is not None:
                 folder = written
             else:
-                digest = hashlib.sha256(f"{self._key(part)} {self._tokenizer_key()}".encode())
+                key = f"{self._key(part)} {fingerprint(self.tokenizer)}"
+                digest = hashlib.sha256(key.encode())
                 folder = self.cache / f"{self.source}-{part}-{digest.hexdigest()[:16]}"
                 write_tokens(self.documents(part), self.tokenizer, folder)
             self._files[part] = TokenFile(folder, self.tokenizer)
@@ -198,16 +200,44 @@ class CorpusData(PartsData):
         return [json.dumps({**stream.file.manifest, "used": len(stream)}, sort_keys=True)], False
 
     def describe(self) -> dict[str, Any]:
-        """Prompts are texts without a template, short enough to leave room for generated tokens."""
+        """Prompts are texts without a template, of any length that leaves room for new tokens."""
         return {
             "kind": "prompts",
             "template": "{input}",
             "before": [],
             "behind": [],
             "tokenizer": tokenizer_state(self.tokenizer),
-            "max_length": max(self.length // 2, self.length - 64),
             "decoding": {},
         }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuse a checkpoint of another tokenizer: its model would read other tokens.
+
+        Raises:
+            ValueError: naming both tokenizers.
+        """
+        if "description" in state_dict:
+            state = state_dict["description"]["tokenizer"]
+            self._refuse("the checkpoint", state, "the one that it was trained with")
+
+    def refuse_another_tokenizer(self, folder: str) -> None:
+        """Refuse a model's folder with another tokenizer than the data's; it may have none.
+
+        Raises:
+            ValueError: naming both tokenizers.
+        """
+        if (Path(folder) / "tokenizer_config.json").is_file():
+            self._refuse(f"the model {folder}", tokenizer_state(load_tokenizer(folder)), folder)
+
+    def _refuse(self, owner: str, state: dict[str, Any], cure: str) -> None:
+        theirs = tokenizer_from(state)
+        ours = tokenizer_from(tokenizer_state(self.tokenizer))  # in the same form, to compare
+        if fingerprint(theirs) != fingerprint(ours):
+            raise ValueError(
+                f"{owner} has another tokenizer, of {len(theirs)} tokens, than the data, "
+                f"{self.tokenizer.name_or_path!r} of {len(ours)}: set --data.tokenizer to {cure} "
+                "(one that is trained here depends on the text)"
+            )
 
     def _exists(self, part: str) -> bool:
         """Whether a part has its own documents; otherwise it is held out of the training part."""
@@ -224,10 +254,12 @@ class CorpusData(PartsData):
     def _key(self, part: str) -> str:
         """A string that identifies the sources of a part's documents, for the names in `cache`."""
         if self.source == "datasets":
-            made_from: Any = [self.parts["train"], self.config, SPLITS[part]]
+            name = str(self.parts["train"])
+            # a folder's files may change; a set of the hub is known by its name
+            files = _stamps(_matching(Path(name))) if Path(name).exists() else []
+            made_from: Any = [name, self.config, SPLITS[part], *files]
         else:
-            paths = python_files() if self.source == "python" else self._paths(part)
-            made_from = [(str(path), path.stat().st_size, path.stat().st_mtime) for path in paths]
+            made_from = _stamps(python_files() if self.source == "python" else self._paths(part))
         return json.dumps([made_from, self.column, self.max_bytes])
 
     def _tokenizer_key(self) -> str:
@@ -302,6 +334,11 @@ def find_files(patterns: Sequence[str], root: str = "") -> list[Path]:
             )
         paths += found
     return paths
+
+
+def _stamps(paths: Sequence[Path]) -> list[tuple[str, int, float]]:
+    """Each file's path, size and time of its last change."""
+    return [(str(path), path.stat().st_size, path.stat().st_mtime) for path in paths]
 
 
 def _places(name: str, root: str) -> list[Path]:

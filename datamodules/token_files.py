@@ -47,7 +47,9 @@ def appearing(folder: Path) -> Iterator[Path]:
     If several processes write the same folder at once, the first to finish wins.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    private = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    scratch = private / folder.name
+    scratch.mkdir()  # with the umask's rights; a temporary folder is for its owner alone
     try:
         yield scratch
         try:
@@ -56,7 +58,7 @@ def appearing(folder: Path) -> Iterator[Path]:
             if not folder.is_dir():
                 raise
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(private, ignore_errors=True)
 
 
 def write_tokens(documents: Iterable[str], tokenizer: Any, folder: str | Path) -> Path:
@@ -147,13 +149,25 @@ class TokenFile:
                 f"expected those of {tokenizer.name_or_path!r}: set --data.tokenizer to the first, "
                 "or write the token file again."
             )
-        self.tokens = np.memmap(folder / "tokens.bin", self.manifest["dtype"], mode="r")
+        self.folder = folder
+        self.tokens = self._mapped()
         self.ends: NDArray[np.int64] = np.load(folder / "ends.npy")
         if len(self.tokens) != self.manifest["tokens"]:
             raise ValueError(
                 f"{folder / 'tokens.bin'} has {len(self.tokens)} tokens, expected the "
                 f"{self.manifest['tokens']} of its manifest: write the token file again."
             )
+
+    def _mapped(self) -> NDArray[Any]:
+        return np.memmap(self.folder / "tokens.bin", self.manifest["dtype"], mode="r")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the tokens: pickled for a worker, a memory map would be copied."""
+        return {**self.__dict__, "tokens": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.tokens = self._mapped()
 
 
 class TokenStream:

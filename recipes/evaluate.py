@@ -141,11 +141,11 @@ class Harness:
 
 
 def shown(table: pd.DataFrame) -> Table:
-    """Tasks below each other, sizes side by side, each metric without its standard error."""
+    """A line for each task and metric, sizes side by side, without the standard errors."""
     scores = table[~table["metric"].str.contains("_stderr")]
+    scores = scores.assign(set=scores["set"] + ", " + scores["metric"], metric="score")
     columns = [
-        Column(f"{size}: {metric}", metric, {"row": size}, digits=4, spread="")
-        for metric in results.unique(scores, "metric")
+        Column(size, "score", {"row": size}, digits=4, spread="")
         for size in results.unique(scores, "row")
     ]
     return tabulate(scores, None, columns, index="set")

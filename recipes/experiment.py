@@ -67,6 +67,7 @@ class Run:
         varied: Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
         derived: Mapping[str, Callable[[jsonargparse.Namespace], Any]] | None = None,
+        prepared: Sequence[str] = (),
     ) -> Stage:
         """Declare a training; see Stage.
 
@@ -74,7 +75,7 @@ class Run:
         `value`: the stage then waits for the nodes behind it.
         """
         given = (dict(part or {}) for part in (varied, settings, derived))
-        return self._add(Stage(self, name, config, seed, *given))
+        return self._add(Stage(self, name, config, seed, *given, prepared=tuple(prepared)))
 
     def measure(
         self,

@@ -19,9 +19,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from recipes.executors import threads_of
-from recipes.flags import passing
+from recipes.flags import key_of, passing
 from recipes.messages import sentence
-from recipes.nodes import Artifact, Later, Node, Stage, finished, is_finished, stand_in
+from recipes.nodes import (
+    Artifact,
+    Later,
+    Node,
+    Stage,
+    as_flags,
+    finished,
+    is_finished,
+    stand_in,
+)
 from recipes.plan import Plan, files, plan
 from recipes.progress import console
 from recipes.records import flattened, read_record
@@ -146,21 +155,23 @@ def fill(group: Group, groups: Sequence[Group]) -> None:
         return str(checkpoints[0]) if checkpoints and checkpoints[0].is_file() else None
 
     substitutes = {}  # path of a substitute checkpoint → what it stands for
-    unwritten = []  # flags whose files cannot be had yet
+    unwritten = []  # arguments whose files cannot be had yet
     for key, value in stage.values().items():
         if (maker := maker_of(value)) is None or is_finished(maker):
             continue
         if (path := resolve(value)) is None:
-            unwritten.append(f"--{key}")
+            unwritten += as_flags({key: path})  # not the user's flag for the same setting
+            given = any(key_of(key) == one for _, one, _ in stage.run.flags.given)
             group.unknown.append(
-                f"{stage.name}: measured with {stage.config}.yaml's own {key}, since "
+                f"{stage.name}: measured with {'the flag' if given else stage.config + '.yaml'}'s "
+                f"own {key}, since "
                 f"{maker.name} has not been run yet"
             )
         else:
             substitutes[path] = f"the checkpoint that {maker.name} will write"
     try:
         arguments = [*stage.arguments(resolve), f"--seed_everything={stage.seed}"]
-        arguments = [one for one in arguments if one.partition("=")[0] not in unwritten]
+        arguments = [one for one in arguments if one not in unwritten]
         if stage.run.options.jobs > 1:
             arguments.append("--trainer.enable_progress_bar=false")
         group.reads = files(str(stage.file), stage.run.preset, arguments)

@@ -47,7 +47,8 @@ def example_of(predictor: Predictor) -> Any:
     if predictor.kind == "images":
         size = predictor.description["transform"]["image_size"]
         return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
-    length = min(predictor.description["max_length"], 128)
+    positions = getattr(predictor.module.model.config, "max_position_embeddings", None) or 128
+    length = min(predictor.description.get("max_length", positions), 128)
     ids = torch.full((2, length), int(predictor.tokenizer.pad_token_id or 0))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 

@@ -6,6 +6,7 @@ python -m recipes generate FOLDER --prompt 'Once upon a time' --draft OTHER_FOLD
 
 import argparse
 import math
+import runpy
 import sys
 import time
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> str:
         FileNotFoundError: there is no such checkpoint or folder.
     """
     options = command_line().parse_args(argv)
+    refuse_idle(options)
     model, tokenizer = load(options.model)
     if options.granularity is not None:
         set_granularity(model, options.granularity)
@@ -39,15 +41,14 @@ def main(argv: Sequence[str] | None = None) -> str:
         raise ValueError("the prompt is empty: give --prompt TEXT, or text on the standard input")
     tokens = options.tokens
     if tokens is None:
-        positions = getattr(model.config, "max_position_embeddings", math.inf)
+        positions = getattr(model.config, "max_position_embeddings", None) or math.inf
         tokens = max(1, min(128, positions - ids.shape[1]))
     target_device = device()
     draft: Any = None
     if options.draft is not None:
         is_path = Path(options.draft).exists()
         draft = load(options.draft)[0].to(target_device) if is_path else options.draft
-    draft_options = (options.draft, options.draft_layers, options.draft_vocabulary)
-    drafts = any(one is not None for one in draft_options)
+    drafts = has_draft(options)
     record = SpeculationRecord()
     start = time.perf_counter()
     new_tokens = speculative_generate(
@@ -55,16 +56,16 @@ def main(argv: Sequence[str] | None = None) -> str:
         ids.to(target_device),
         draft,
         tokens,
-        draft_length(options.draft_tokens) if drafts else 0,
+        draft_length(options.draft_tokens or "4") if drafts else 0,
         do_sample=options.sample,
         draft_layers=options.draft_layers,
         draft_vocabulary=options.draft_vocabulary,
         compiled=options.compile,
-        temperature=options.temperature,
-        eos_token_id=tokenizer.eos_token_id,
+        temperature=1.0 if options.temperature is None else options.temperature,
+        eos_token_id=[tokenizer.eos_token_id, *end_tokens(model)],
         stop_strings=options.stop,
         tokenizer=tokenizer,
-        generator=torch.Generator(target_device).manual_seed(options.seed),
+        generator=torch.Generator(target_device).manual_seed(options.seed or 0),
         record=record,
     )[0, ids.shape[1] :].tolist()
     seconds = time.perf_counter() - start
@@ -72,8 +73,10 @@ def main(argv: Sequence[str] | None = None) -> str:
     print(text)
     summary = f"{len(new_tokens)} tokens, {len(new_tokens) / seconds:.1f} a second"
     if drafts:
+        # a text of one token, or one that ends at once, leaves nothing to draft
+        share = f"{record.acceptance:.0%}" if record.tested else "none"
         summary += (
-            f"; {record.acceptance:.0%} of the drafted tokens accepted, "
+            f"; {share} of the drafted tokens accepted, "
             f"{len(new_tokens) / max(1, record.rounds):.2f} tokens a pass of the verifier"
         )
     print(summary, file=sys.stderr)
@@ -94,13 +97,46 @@ def command_line() -> argparse.ArgumentParser:
     add("--draft", metavar="G", help="draft model: a granularity, a checkpoint or a folder")
     add("--draft-layers", type=int, metavar="N", help="draft with only the first N layers")
     add("--draft-vocabulary", type=int, metavar="N", help="draft only token ids below N")
-    add("--draft-tokens", default="4", metavar="K", help="tokens per draft, or adaptive; default 4")
+    add("--draft-tokens", metavar="K", help="tokens per draft, or adaptive; default 4")
     add("--compile", action="store_true", help="compile the model: a minute first, then faster")
     add("--sample", action="store_true", help="draw tokens instead of taking the likeliest")
-    add("--temperature", type=float, default=1.0, metavar="T", help="of sampling; default 1")
-    add("--seed", type=int, default=0, help="of sampling; default 0")
+    add("--temperature", type=float, metavar="T", help="of sampling; default 1")
+    add("--seed", type=int, metavar="N", help="of sampling; default 0")
     add("--stop", action="append", default=[], metavar="TEXT", help="stop at this text; repeatable")
     return parser
+
+
+def has_draft(options: argparse.Namespace) -> bool:
+    """Whether the options name a draft: another size or model, or a part of the model."""
+    named = (options.draft, options.draft_layers, options.draft_vocabulary)
+    return any(one is not None for one in named)
+
+
+def refuse_idle(options: argparse.Namespace) -> None:
+    """Refuse options that have no effect.
+
+    Raises:
+        ValueError: naming the option and the one that it needs.
+    """
+    drafts = "--draft, --draft-layers or --draft-vocabulary"
+    for name, used, needed in (
+        ("draft_tokens", has_draft(options), drafts),
+        ("temperature", options.sample, "--sample"),
+        ("seed", options.sample, "--sample"),
+    ):
+        if getattr(options, name) is not None and not used:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {getattr(options, name)} has no effect without "
+                f"{needed}: add that, or leave this out"
+            )
+    if "" in options.stop:
+        raise ValueError("--stop '' is in every text, expected a text that is not empty")
+
+
+def end_tokens(model: Any) -> list[int]:
+    """The tokens that end a text by the model's generation_config."""
+    ends = model.generation_config.eos_token_id
+    return ends if isinstance(ends, list) else [ends] * (ends is not None)
 
 
 def load(source: str) -> tuple[Any, Any]:
@@ -110,13 +146,19 @@ def load(source: str) -> tuple[Any, Any]:
         FileNotFoundError: there is no such file or folder.
         ValueError: the checkpoint is of another module than MatLM, or does not name its module.
     """
+    if (loader := Path(source, "load.py")).is_file():  # of an exported Mix'n'Match size
+        return runpy.run_path(str(loader))["load"](source), load_tokenizer(source)
     if Path(source).is_dir():
         return build_text(source, "causal", {}, pretrained=True).eval(), load_tokenizer(source)
     description, module = described(source)
     if module is not MatLM:
         raise ValueError(f"{source} is a checkpoint of {module.__name__}, expected one of MatLM")
     model = MatLM.load_from_checkpoint(source, map_location="cpu", weights_only=True).model
-    return model.eval(), tokenizer_from(description["tokenizer"])
+    tokenizer = tokenizer_from(description["tokenizer"])
+    if tokenizer.eos_token_id not in end_tokens(model):
+        # a model type's default, which is a token of another tokenizer
+        model.generation_config.eos_token_id = None
+    return model.eval(), tokenizer
 
 
 def draft_length(text: str) -> Any:

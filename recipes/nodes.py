@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,6 +122,7 @@ class Stage(Node):
         settings: settings of the experiment that a flag may change.
         derived: settings computed by functions of all others, user's flags included, such as a
             quarter of the epochs.
+        prepared: varied settings whose flags an earlier node has used, so that they may be given.
     """
 
     run: "Run"
@@ -131,6 +132,7 @@ class Stage(Node):
     varied: dict[str, Any]
     settings: dict[str, Any]
     derived: dict[str, Callable[[jsonargparse.Namespace], Any]]
+    prepared: tuple[str, ...] = field(default=(), kw_only=True)
 
     def values(self) -> dict[str, Any]:
         """The settings from the experiment; values of other nodes are not resolved yet."""
@@ -168,7 +170,8 @@ class Stage(Node):
         Raises:
             ValueError: if a flag names what is varied, or is no setting of the stage.
         """
-        self.run.flags.refuse(self.config, self.varied, self.run.has_rows)
+        compared = [key for key in self.varied if key not in self.prepared]
+        self.run.flags.refuse(self.config, compared, self.run.has_rows)
         return self._parsed(self.arguments())
 
     def _parsed(self, arguments: Sequence[str]) -> jsonargparse.Namespace:

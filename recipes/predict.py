@@ -158,7 +158,8 @@ class Predictor:
     def _prompts(self, inputs: Sequence[str]) -> list[Prediction]:
         texts = [self.description["template"].replace("{input}", one) for one in inputs]
         before, behind = self.description["before"], self.description["behind"]
-        room = self.description["max_length"] - len(before) - len(behind)
+        longest = self.description.get("max_length")  # without it, nothing is cut
+        room = None if longest is None else longest - len(before) - len(behind)
         ids = [[*before, *one[:room], *behind] for one in encode(texts, self.tokenizer)]
         samples = [{"input_ids": one, "attention_mask": [1] * len(one)} for one in ids]
         batch = self._to_device(pad(samples, filling(self.tokenizer), left=True))

@@ -68,9 +68,7 @@ class Reader:
         self, model: Any, cache: KVCache | FixedKVCache | None = None, max_slots: int | None = None
     ) -> None:
         self.model, self.max_slots = for_few_rows(model), max_slots
-        new_cache = (
-            KVCache() if max_slots is None else FixedKVCache(model.config, max_cache_len=max_slots)
-        )
+        new_cache = KVCache() if max_slots is None else FixedKVCache(model.config, max_slots)
         self.cache = new_cache if cache is None else cache
         self.compiled = None if max_slots is None else torch.compile(self.model, dynamic=False)
 
@@ -135,7 +133,7 @@ def drafter(
             are fewer than `layers` layers or `vocabulary` tokens.
     """
     if isinstance(draft, nn.Module):
-        small, shared = at_set_granularity(_check_draft(draft, model)), None
+        small, shared = _check_draft(draft, model), None
     elif draft is None:
         small = at_set_granularity(model)
     else:
@@ -164,7 +162,8 @@ def drafter(
 
 
 def _check_draft(draft: Any, model: Any) -> Any:
-    """Return a separate draft model, after checking its vocabulary and size."""
+    """Return a separate draft at its set granularity, after checking vocabulary and size."""
+    draft, model = at_set_granularity(draft), at_set_granularity(model)
     if draft.config.vocab_size != model.config.vocab_size:
         raise ValueError(
             f"the draft has a vocabulary of {draft.config.vocab_size} tokens and the verifier "

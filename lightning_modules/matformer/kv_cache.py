@@ -1,5 +1,6 @@
 """Key/value caches that can be shortened and overwritten without copying."""
 
+import copy
 from typing import Any
 
 from torch import Tensor
@@ -72,11 +73,23 @@ class KVCache(Cache):
 class FixedKVCache(StaticCache):
     """A cache of fixed size that can be shortened; its shapes are the same in all passes.
 
+    Args:
+        config: of a model whose layers have full attention. A sliding window in it, which no text
+            may reach, is ignored: transformers' caches of a window cannot be shortened.
+        slots: the most tokens.
+
     Attributes:
         length: number of valid tokens; the caller of a pass has to increase it.
     """
 
     length = 0
+
+    def __init__(self, config: Any, slots: int) -> None:
+        full = copy.deepcopy(config)
+        full.sliding_window = None
+        if getattr(full, "layer_types", None):
+            full.layer_types = ["full_attention"] * len(full.layer_types)
+        super().__init__(full, max_cache_len=slots)
 
     def cut(self, length: int) -> None:
         """Keep the first `length` tokens; the next pass overwrites what lies beyond them."""

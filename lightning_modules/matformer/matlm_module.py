@@ -115,6 +115,16 @@ class MatLM(ElasticModule):
             config = AutoConfig.for_model(**h.config)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         match_tokenizer(model, self._trainer)
+        data = getattr(self._trainer, "datamodule", None)
+        if self.pretrained and (refuse := getattr(data, "refuse_another_tokenizer", None)):
+            refuse(h.architecture)
+        longest = getattr(model.config, "max_position_embeddings", None)
+        length = getattr(data, "length", 0)
+        if longest is not None and length > longest:
+            raise ValueError(
+                f"data.length is {length} and the model has {longest} positions: set "
+                "data.length to at most that, or max_position_embeddings in model.model_args"
+            )
         vocabulary = model.config.vocab_size
         tokens = getattr(getattr(self._trainer, "datamodule", None), "vocab_size", vocabulary)
         if not self.pretrained and tokens < vocabulary:
@@ -147,6 +157,17 @@ class MatLM(ElasticModule):
                 "without weights: set model.teacher_from to a hub name or a folder"
             )
         return build_text(name, "causal", h.model_args or {}, True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """Refuse Lightning's prediction: validation windows are no prompts.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "MatLM predicts no batches, expected prompts to continue: use `python -m recipes "
+            "predict --ckpt_path CKPT FILE` without -c, or `python -m recipes generate CKPT`"
+        )
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits (B, L, V) of the granularity that is set, for tokens (B, L)."""

@@ -132,6 +132,7 @@ def speculative_generate(
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     ends = _end_tokens(model, eos_token_id)
     _check(model, input_ids, mask, max_new_tokens, draft_tokens, temperature)
+    _check_layers(model, input_ids, max_new_tokens, cut=draft_tokens != 0 or compiled)
     if isinstance(draft, nn.Module):
         _check_positions(draft, input_ids, max_new_tokens, "draft")
     if stop_strings and tokenizer is None:
@@ -354,8 +355,8 @@ def _check(
         raise ValueError(f"max_new_tokens is {new}, expected 1 or more")
     if draft != "adaptive" and (not isinstance(draft, int) or draft < 0):
         raise ValueError(f"draft_tokens is {draft!r}, expected 0 or more, or 'adaptive'")
-    if temperature <= 0:
-        raise ValueError(f"temperature is {temperature}, expected more than 0")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature is {temperature}, expected a number above 0")
     if ids.ndim != 2 or not ids.shape[1]:
         raise ValueError(f"input_ids has shape {tuple(ids.shape)}, expected (B, L) with a token")
     if mask.shape != ids.shape or not mask[:, -1].all():
@@ -363,9 +364,14 @@ def _check(
             "a prompt ends in padding, or its attention_mask has another shape: pad on the left"
         )
     _check_positions(model, ids, new, "model")
+
+
+def _check_layers(model: Any, ids: Tensor, new: int, cut: bool) -> None:
+    """Refuse layers without full attention; without cutting the cache, windows may slide."""
     config = model.config
-    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
-    window = getattr(config, "sliding_window", None)
+    usable = {"full_attention"} if cut else {"full_attention", "sliding_attention"}
+    kinds = set(getattr(config, "layer_types", None) or []) - usable
+    window = getattr(config, "sliding_window", None) if cut else None
     if kinds or (window is not None and len(ids) * new + ids.shape[1] > window):
         raise ValueError(
             f"{type(model).__name__} has {', '.join(sorted(kinds)) or 'a sliding window'}, whose "

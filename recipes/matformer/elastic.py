@@ -126,7 +126,16 @@ def declare(run: Run) -> None:
             "parts": [axis for axis in settings.model.init_args.fractions if axis != "depth"],
         }
         prepared = run.measure("prepared", seed, prepare, base, preparation)
-        stages = {row: run.stage(row, "elastic", seed, varied(row, prepared, grid)) for row in rows}
+        # the decoder is the user's to choose, unless it is trained here; `prepare` reads the flag
+        chosen = () if grid["base"] else ("model.architecture",)
+        stages = {
+            row: run.stage(
+                row, "elastic", seed, varied(row, prepared, grid),
+                derived={"model.fractions": lambda c: None} if row == "dense" else {},
+                prepared=chosen,
+            )
+            for row in rows
+        }  # fmt: skip
         scoring = {"fractions": settings.model.init_args.fractions, "timed": grid["timed_tokens"]}
         first = {"prepared": prepared, **dict(list(stages.items())[:1])}
         run.measure("untrained", seed, measure_untrained, first, scoring)
@@ -142,8 +151,6 @@ def varied(row: str, prepared: Any, grid: dict[str, Any]) -> dict[str, Any]:
         "model.pretrained": True,
         "model.init_from": None,  # other weights would undo the sorting
     }
-    if row == "dense":
-        changed["model.fractions"] = None
     if row == "distilled":
         changed["model.distill"] = grid["distill"]
         changed["trainer.callbacks"] = [
@@ -228,8 +235,10 @@ def tokens_a_second(model: Any, data: Any, count: int) -> float | None:
 
     None if other programs used the machine meanwhile.
     """
-    prompt = data.samples("val")[0]["input_ids"][None, : data.length // 2].to(device())
-    prompt = prompt[:, : model.config.max_position_embeddings - count]
+    positions = getattr(model.config, "max_position_embeddings", None) or data.length + count
+    count = min(count, positions // 2)
+    prompt = data.samples("val")[0]["input_ids"][None, : min(data.length, positions) // 2]
+    prompt = prompt[:, : positions - count].to(device())
     seconds, others = [], OthersAtWork()
     for _ in range(4):  # the first, a warm-up, is not counted
         if torch.cuda.is_available():
@@ -260,16 +269,23 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         joined=[row for row in ("elastic", "distilled", "unsorted") if row in shown],
         ylabel="loss, nats a token",
     )
+    settings = run.parsed("elastic")
+    folders = ""
+    if trained:
+        folders += " Widths by layer with their scores are in slices.json of each row's folder."
+    if EXPORTED in shown:
+        folders += (
+            " The uniform sizes, and a Mix'n'Match size where there is one, stand ready for "
+            f"transformers in {run.out}/seed0/sizes of {EXPORTED}."
+        )
     sized = lines[lines["row"] != "prepared"]
     cost = sized[sized["metric"] == "parameters"].groupby("set")["value"].mean()
     largest_first = list(cost.sort_values(ascending=False).index)
     return [
         f"# A decoder made elastic, preset {run.preset}",
         provenance(run, table),
-        f"Perplexity on {scored_text(table)}, in disjoint windows. All rows saw the "
-        "same number of tokens. Labels with `*` are Mix'n'Match sizes. Widths by layer with their "
-        "scores are in slices.json of each row's folder; S, M, L, XL and a Mix'n'Match size stand "
-        f"ready for transformers in {run.out}/seed0/sizes of {EXPORTED}.",
+        f"Perplexity on {scored_text(table, settings.data.init_args)}. All rows saw the "
+        f"same number of tokens. Labels with `*` are Mix'n'Match sizes.{folders}",
         tabulate(sized, largest_first, columns, index="set").markdown(),
         "![loss against parameters](pareto.png)",
     ]

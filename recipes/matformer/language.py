@@ -74,11 +74,21 @@ def score(
     }
 
 
-def scored_text(table: pd.DataFrame) -> str:
-    """Words for the report: the tokens on which a table's losses were measured."""
+def scored_text(table: pd.DataFrame, data: Any) -> str:
+    """Words for the report: the tokens on which a table's losses were measured, and the windows.
+
+    Args:
+        table: of the report.
+        data: the settings of CorpusData.
+    """
     counts = table.loc[table["metric"] == "tokens scored", "value"]
     how_many = f"{counts.max():,.0f}" if len(counts) else "up to data.eval_tokens"
-    return f"{how_many} tokens from the beginning of the validation text, each scored once"
+    stride = data.eval_stride or data.length - 1
+    windows = "disjoint windows" if stride == data.length - 1 else f"windows {stride} tokens apart"
+    return (
+        f"{how_many} tokens from the beginning of the validation text, each scored once, in "
+        f"{windows} of {data.length} tokens"
+    )
 
 
 def sizes(model: Any, granularity: Sequence[int] | None) -> dict[str, int]:

@@ -15,6 +15,7 @@ import math
 from typing import Any
 
 import pandas as pd
+from transformers import CONFIG_MAPPING
 
 from lightning_modules.matformer.nest import GRANULARITIES
 from recipes import plots
@@ -161,7 +162,7 @@ def declare(run: Run) -> None:
     """Declare the training and the measurements of every row, for each seed."""
     main = [*NESTED, INDEPENDENT, *PROBABILITIES]
     rows = run.rows([*main, "widths"], ROWS.get(run.preset, main))
-    nested_settings(run, "matlm")
+    _refuse_other_sizes(nested_settings(run, "matlm").model.init_args, rows)
     for seed in run.seeds:
         stages = {row: nested(run, row, seed) for row in rows if row in (*NESTED, *PROBABILITIES)}
         alone = {}
@@ -185,6 +186,30 @@ def declare(run: Run) -> None:
             declare_widths(run, seed)
 
 
+def _refuse_other_sizes(model: Any, rows: list[str]) -> None:
+    """Refuse settings of MatLM that have no S, M, L and XL, or no independent models of them."""
+    axes = model.fractions
+    if [len(one) for one in axes.values()] != [len(GRANULARITIES)] or "depth" in axes:
+        raise ValueError(
+            f"model.fractions is {axes}, expected one axis, ffn or heads, with a number for each "
+            f"of {', '.join(GRANULARITIES)}: the tables and Table 5's budgets name these"
+        )
+    if not {INDEPENDENT, "widths"} & set(rows):
+        return
+    given = set(model.model_args or {})
+    if model.architecture in CONFIG_MAPPING:  # transformers ignores names that it does not know
+        config = CONFIG_MAPPING[model.architecture]()
+        given = {name for name in given if hasattr(config, name)}
+    lacking = [name for name in SCALED if name not in given]
+    if lacking:
+        raise ValueError(
+            f"{model.architecture} takes no {', '.join(lacking)} from model.model_args, by which "
+            f"the rows {INDEPENDENT} and widths are sized: leave them out with --rows, or set "
+            "model.architecture to a type such as starcoder2, with all of them in model_args"
+        )
+
+
+SCALED = ("hidden_size", "num_attention_heads", "intermediate_size")  # of independent models
 # Rows that a preset trains without --rows; presets not listed train all but `widths`.
 ROWS = {
     "tiny": ["matlm", "joint", "per_layer", INDEPENDENT],
@@ -343,10 +368,11 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     titles = {**NESTED, INDEPENDENT: INDEPENDENT, **{name: name for name in PROBABILITIES}}
     main = select(table, {"metric": [*METRICS, "non_embedding"]})
     main = main[~main["set"].str.contains(" d")]
+    data = run.parsed("matlm").data.init_args
     paragraphs = [
         f"# MatLM, preset {run.preset}",
         provenance(run, table),
-        f"Validation loss in nats a token, on {scored_text(table)}. Labels with `*` are "
+        f"Validation loss in nats a token, on {scored_text(table, data)}. Labels with `*` are "
         "Mix'n'Match sizes: `M*3+L*3` is three layers of M, then three of L. Nested trainings saw "
         "4X tokens, each independent model X; the joint training makes a quarter of the updates "
         "with batches four times as large.",

@@ -86,10 +86,16 @@ def headless(model: nn.Module) -> nn.Module:
 def ladder(model: nn.Module, between: int) -> list[list[int]]:
     """Configurations from the smallest to the largest: uniform ones and Mix'n'Match between them.
 
+    A model with a nested depth has the uniform ones only: Mix'n'Match chooses within blocks, not
+    which of them to skip.
+
     Args:
         model: nested.
         between: Mix'n'Match sizes between two neighbouring granularities.
     """
+    nesting = nesting_of(model)
+    if "depth" in nesting.axes:
+        return [nesting.resolve(name) for name in nesting.names]
     costs, _ = layer_costs(model, "parameters")
     uniform = [sum(layer[i] for layer in costs) for i in range(len(costs[0]))]
     chosen: list[list[int]] = []

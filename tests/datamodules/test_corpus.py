@@ -3,6 +3,7 @@
 import cpu_torchvision  # noqa: F401
 
 import json
+import pickle
 from pathlib import Path
 
 import lightning as L
@@ -165,6 +166,9 @@ def test_a_set_of_the_datasets_library(tmp_path):
     assert data.stream("val").read(0, 99).tolist() == ids_of(["one", "two"])
     with pytest.raises(ValueError, match="has no column 'text', the columns are words"):
         CorpusData("datasets", str(folder), length=8, cache=cache).token_file("train")
+    (folder / "train.jsonl").write_text(json.dumps({"words": "changed"}) + "\n")
+    data = CorpusData("datasets", str(folder), column="words", length=8, cache=cache)
+    assert data.token_file("train").tokens.tolist() == ids_of(["changed"])
     rows = [{"words": text, "count": 3} for text in [*DOCUMENTS, None]]  # an empty cell at the end
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     settings = {"length": 8, "cache": str(tmp_path / "cells"), "max_bytes": 10**6}
@@ -229,6 +233,31 @@ def test_a_changed_corpus_is_tokenised_again(corpus):
     before = corpus_data(corpus).token_file("train").manifest["tokens"]
     corpus.write_text(corpus.read_text() + json.dumps({"text": "one more"}) + "\n")
     assert corpus_data(corpus).token_file("train").manifest["tokens"] == before + 9
+
+
+def test_a_tokenizer_folder_that_changed_is_no_dead_end(corpus):
+    folder = corpus.parent / "mine"
+    lengths = []
+    for size in (BYTES, 300):
+        train_tokenizer(DOCUMENTS, size).save_pretrained(folder)
+        lengths.append(len(corpus_data(corpus, tokenizer=str(folder)).token_file("train").tokens))
+    assert lengths[0] > lengths[1]
+
+
+def test_a_corpus_is_pickled_without_its_tokens(corpus):
+    data = corpus_data(corpus)
+    blocks = data.samples("train")
+    kept = pickle.dumps(blocks)
+    assert blocks.stream.file.tokens[:40].tobytes() not in kept
+    again = pickle.loads(kept)
+    assert isinstance(again.stream.file.tokens, np.memmap)
+    assert torch.equal(again[1]["input_ids"], blocks[1]["input_ids"])
+
+
+def test_others_may_read_a_token_file(corpus):
+    folder = write_tokens(["text"], BYTE, corpus.parent / "tokens")
+    (corpus.parent / "plain").mkdir()
+    assert folder.stat().st_mode == (corpus.parent / "plain").stat().st_mode
 
 
 @pytest.mark.parametrize(

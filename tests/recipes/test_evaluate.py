@@ -11,7 +11,7 @@ from datamodules.tokens import train_tokenizer
 from lightning_modules.backbones import build_text
 from lightning_modules.matformer import nest, set_granularity
 from recipes import evaluate
-from recipes.results import read
+from recipes.results import Row, read, tidy
 
 DECODER = {
     "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -92,7 +92,26 @@ def test_every_size_has_the_accuracy_that_it_has_by_itself(model, tasks, tmp_pat
         expected.append(accuracy(model, train_tokenizer([], 259)))
     assert list(scores["value"]) == pytest.approx(expected)
     assert len(set(expected)) > 1  # these weights tell the sizes apart
-    assert "S: acc" in capsys.readouterr().out
+    assert "sums, acc" in capsys.readouterr().out
+
+
+def test_many_sizes_and_metrics_fit_a_terminal():
+    sizes = ("S", "S*6+M*6", "M", "L", "XL")
+    metrics = ("acc", "acc_stderr", "acc_norm", "perplexity")
+    rows = [
+        Row(size, metric, 0.25, set=task)
+        for size in sizes
+        for task in ("lambada_openai", "piqa")
+        for metric in metrics
+    ]
+    text = evaluate.shown(tidy(rows, "matformer.evaluate", "", 0)).markdown()
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert [line.split("|")[1].strip() for line in lines[2:]] == [
+        f"{task}, {metric}"
+        for task in ("lambada_openai", "piqa")
+        for metric in ("acc", "acc_norm", "perplexity")
+    ]
+    assert max(map(len, lines)) <= 80
 
 
 def test_a_task_that_is_not_known_is_named(model, tasks):

@@ -3,6 +3,7 @@
 import cpu_torchvision  # noqa: F401
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,14 +15,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightning_modules.matformer import set_granularity
+from datamodules.tokens import train_tokenizer
+from lightning_modules.backbones import build_text
+from lightning_modules.matformer import nest, set_granularity
 from lightning_modules.matformer.speculative import speculative_generate
 from recipes import generate
 from recipes.claims import NOT_JUDGED, SUPPORTED, judge
 from recipes.experiment import Measuring
+from recipes.experiment_plan import fill, grouped
 from recipes.export import export
 from recipes.matformer import elastic, matlm, matlm_measures, scaling
 from recipes.matformer.language import load
+from recipes.matformer.submodels import ladder
+from recipes.nodes import device
 from recipes.predict import Predictor
 from recipes.records import read_record
 from recipes.results import Row, read, tidy
@@ -112,7 +118,22 @@ def test_reports_say_how_many_tokens_are_scored(trained, made_elastic):
         # the first of the 1,500 has nothing before it
         assert set(values(read(folder), "tokens scored").values()) == {1499}
         assert "1,499 tokens from the beginning of" in (folder / "report.md").read_text()
+        assert "in disjoint windows of 64 tokens" in (folder / "report.md").read_text()
     check_reports_of_parts(elastic.EXPERIMENT, made_elastic)
+
+
+@pytest.mark.parametrize(("row", "named"), [("elastic", True), ("dense", False)])
+def test_the_report_on_a_decoder_names_the_folders_that_exist(row, named, tmp_path):
+    flags = ["--rows", row, "--data.eval_stride=16", "--out", str(tmp_path)]
+    started = command_line(elastic.EXPERIMENT, flags)
+    lines = [
+        Row(row, metric, 3.0 + place, "XL")
+        for place, metric in enumerate(("loss", "perplexity", "parameters", "tokens a second"))
+    ]
+    table = tidy(lines, "matformer.elastic", "tiny", 0)
+    text = "\n".join(elastic.report(table, started))
+    assert ("slices.json" in text) is ("sizes of elastic" in text) is named
+    assert "in windows 16 tokens apart of 64 tokens" in text
 
 
 def test_points_of_the_scaling_law_are_granularities():
@@ -167,15 +188,23 @@ def test_a_finished_run_trains_nothing(trained, out, monkeypatch):
     ("flag", "said"),
     [
         ("--trainer.max_steps=-1", "trainer.max_steps is -1, expected 4 or more"),
-        ('--model.fractions={"ffn": [0.25, 0.5, 1.0]}', "expected one number for each of S, M"),
+        ('--model.fractions={"ffn": [0.25, 0.5, 1.0]}', "expected one axis.* each of S, M, L, XL"),
+        ('--model.fractions={"depth": [0.25, 0.5, 0.75, 1.0]}', "expected one axis, ffn or heads"),
+        (
+            '--model.fractions={"ffn": [0.25, 0.5, 0.75, 1.0], "heads": [0.25, 0.5, 0.75, 1.0]}',
+            "expected one axis, ffn or heads",
+        ),
+        ("--model.architecture=gpt2", "gpt2 takes no intermediate_size from model.model_args"),
+        ("--model.model_args=null", "takes no hidden_size, num_attention_heads, intermediate_size"),
         ('--model.fractions={"heads": [0.25, 0.5, 0.75, 1.0]}', r"has \[\] for ffn"),
     ],
 )
 def test_budgets_and_sizes_that_have_no_independent_models_are_refused(flag, said):
-    started = command_line(matlm.EXPERIMENT, ["--rows", "independent", flag])
-    matlm.declare(started)
-    with pytest.raises(ValueError, match=said):
-        started.check()
+    for row in ("independent", "widths"):
+        with pytest.raises(ValueError, match=said):
+            started = command_line(matlm.EXPERIMENT, ["--rows", row, flag])
+            matlm.declare(started)
+            started.check()
 
 
 def test_joint_training_sees_as_many_tokens_in_batches_that_fit():
@@ -300,6 +329,10 @@ def test_a_checkpoint_writes_text_by_itself(trained, capsys):
         (["nowhere.ckpt", "--prompt", "a"], "nowhere.ckpt is not there"),
         (["CKPT", "--prompt", ""], "the prompt is empty"),
         (["CKPT", "--prompt", "a", "--draft", "tiny"], "unknown granularity 'tiny'"),
+        (["CKPT", "--prompt", "a", "--stop", ""], "--stop '' is in every text"),
+        (["CKPT", "--prompt", "a", "--sample", "--temperature", "nan"], "temperature is nan"),
+        (["CKPT", "--prompt", "a", "--seed", "1"], "--seed 1 has no effect without --sample"),
+        (["CKPT", "--prompt", "a", "--draft-tokens", "2"], "--draft-tokens 2 has no effect"),
         (["CKPT", "--prompt", "a" * 120, "--draft", "S"], "more than the 128 positions"),
         (["CKPT", "--prompt", "a", "--granularity", "0,1"], "has 2 entries"),
         (["CKPT", "--prompt", "a", "--granularity", "S", "--draft", "L"], "larger than the verif"),
@@ -309,6 +342,16 @@ def test_what_cannot_be_written_is_said(trained, arguments, said):
     file = str(trained.out / "seed0" / "matlm" / "checkpoints" / "last.ckpt")
     with pytest.raises((ValueError, FileNotFoundError), match=said):
         generate.main([*(file if one == "CKPT" else one for one in arguments), "--tokens", "20"])
+
+
+def test_predict_continues_a_long_prompt_where_it_ends(trained):
+    file = trained.out / "seed0" / "matlm" / "checkpoints" / "last.ckpt"
+    prompt = "".join(f"{letter} = {letter} + 1; " for letter in "abcdefghi")
+    [written] = Predictor(file, max_new_tokens=20)([prompt])
+    alone = generate.main([str(file), "--prompt", prompt, "--tokens", "20"])
+    assert written.label == alone.strip()
+    with pytest.raises(ValueError, match="A prompt of 99 .* more than the 128 positions"):
+        Predictor(file, max_new_tokens=40)([prompt])
 
 
 def test_another_file_is_no_checkpoint_of_matlm(tmp_path):
@@ -346,6 +389,67 @@ def test_nothing_undoes_the_sorting():
     elastic.declare(started)
     with pytest.raises(ValueError, match=r"model\.init_from"):
         started.check()
+
+
+def test_a_decoder_of_the_user_s_is_made_elastic_and_planned(tmp_path):
+    """The flag that the docstring names: `prepare` reads it, and the plan measures that decoder."""
+    decoder = build_text("starcoder2", "causal", {**DECODER, "num_hidden_layers": 3})
+    decoder.save_pretrained(tmp_path / "mine")
+    train_tokenizer([], 259).save_pretrained(tmp_path / "mine")
+    (tmp_path / "text.txt").write_text("a line of text\n" * 200)
+    flags = ["--preset", "small", "--out", str(tmp_path), "--rows", "elastic,dense"]
+    for key, value in {
+        "model.architecture": tmp_path / "mine", "data.tokenizer": tmp_path / "mine",
+        "model.fractions": '{"ffn": [0.5, 1.0]}', "data.train": tmp_path / "text.txt",
+        "data.val": tmp_path / "text.txt", "data.length": 16, "data.cache": tmp_path / "corpora",
+    }.items():  # fmt: skip
+        flags.append(f"--elastic.{key}={value}")
+    started = command_line(elastic.EXPERIMENT, flags)
+    elastic.declare(started)
+    started.check()
+    nodes = {node.name: node for node in started.nodes.values()}
+    assert nodes["prepared"].settings["architecture"] == str(tmp_path / "mine")
+    for row, fractions in {"elastic": {"ffn": [0.5, 1.0]}, "dense": None}.items():
+        arguments = nodes[row].parsed().model.init_args
+        assert arguments.architecture == str(nodes["prepared"].folder / "sorted")
+        assert arguments.fractions == fractions
+    [group, _] = groups = grouped([nodes["elastic"], nodes["dense"]], tmp_path / "plan")
+    (tmp_path / "plan").mkdir()
+    fill(group, groups)
+    assert group.plan is not None, group.unknown
+    assert any("mine" in line for line in group.reads)
+    # where the decoder is trained here, the flag would have no effect
+    started = command_line(elastic.EXPERIMENT, [f"--elastic.model.architecture={tmp_path}"])
+    elastic.declare(started)
+    with pytest.raises(ValueError, match=r"varies model\.architecture"):
+        started.check()
+
+
+DECODER = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "vocab_size": 259, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("starcoder2", {"max_position_embeddings": 12}),
+        ("mistral", {"sliding_window": 8}),
+        ("bloom", {"n_layer": 2, "n_head": 2, "max_position_embeddings": None}),
+    ],
+)
+def test_any_decoder_s_speed_is_measured(kind, sizes, monkeypatch):
+    monkeypatch.setattr(elastic, "OthersAtWork", lambda: SimpleNamespace(absent=lambda: True))
+    model = build_text(kind, "causal", {**DECODER, **sizes}).to(device()).eval()
+    windows = [{"input_ids": torch.arange(32)}]
+    data = SimpleNamespace(length=32, samples=lambda part: windows)
+    assert elastic.tokens_a_second(model, data, 64) > 0
+
+
+def test_the_ladder_of_a_nested_depth_has_its_uniform_sizes():
+    model = nest(build_text("starcoder2", "causal", DECODER), {"depth": [0.5, 1.0]})
+    assert ladder(model, 3) == [[0], [1]]
 
 
 def test_an_experiment_on_nested_models_refuses_to_nest_nothing():
@@ -402,6 +506,20 @@ def test_exports_load_where_this_repository_is_not(made_elastic, tmp_path, size,
     model = load(seed / "elastic" / "checkpoints" / "last.ckpt")
     set_granularity(model, chosen)
     assert torch.allclose(model(ids.to(model.device)).logits.cpu(), logits, atol=1e-5)
+
+
+def test_exports_write_text_until_any_of_their_end_tokens(made_elastic, capsys, tmp_path):
+    sizes = made_elastic.out / "seed0" / "sizes of elastic"
+    mixed = ["--prompt", "import os", "--tokens", "1", "--draft", str(sizes / "S")]
+    assert generate.main([str(sizes / "L*2+XL*2"), *mixed]) is not None
+    assert "; none of the drafted tokens accepted" in capsys.readouterr().err
+    shutil.copytree(sizes / "S", tmp_path / "S")
+    prompt = ["--prompt", "import os", "--tokens", "8"]
+    text = generate.main([str(tmp_path / "S"), *prompt])
+    config = tmp_path / "S" / "generation_config.json"
+    every = {**json.loads(config.read_text()), "eos_token_id": [2, *range(3, 259)]}
+    config.write_text(json.dumps(every))
+    assert len(text) > len(generate.main([str(tmp_path / "S"), *prompt])) == 1
 
 
 def test_two_exports_draft_for_each_other(made_elastic):

@@ -5,19 +5,22 @@ import cpu_torchvision  # noqa: F401
 import json
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from tokenizers import Tokenizer
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from callbacks.frozen_teacher import FrozenTeacher
 from callbacks.granularity import GranularitySampling
 from datamodules.corpus import BYTES, CorpusData
+from datamodules.tokens import train_tokenizer
 from lightning_modules.backbones import build_text
 from lightning_modules.counting import count_non_embedding
 from lightning_modules.matformer import consistency
@@ -253,3 +256,48 @@ def test_another_model_s_checkpoint_is_refused(tmp_path, texts):
         trainer(tmp_path / "b", 2).fit(
             other, corpus(texts), ckpt_path=str(tmp_path / "last.ckpt"), weights_only=True
         )
+
+
+@pytest.fixture
+def other(tmp_path, texts) -> str:
+    """A folder with a tokenizer of as many tokens as the data's, in another order."""
+    made = train_tokenizer([], BYTES)
+    rules = json.loads(made.backend_tokenizer.to_str())
+    vocabulary = rules["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(rules)), eos_token="</s>", pad_token="<pad>"
+    ).save_pretrained(tmp_path / "other")
+    return str(tmp_path / "other")
+
+
+def test_a_checkpoint_is_not_scored_or_continued_with_another_tokenizer(tmp_path, texts, other):
+    trainer(tmp_path, 1).fit(module(), corpus(texts))
+    file = str(tmp_path / "last.ckpt")
+    for start in (L.Trainer.validate, L.Trainer.test, L.Trainer.fit):
+        arguments = {"ckpt_path": file, "weights_only": True}
+        start(trainer(tmp_path, 1), module(), corpus(texts), **arguments)
+        with pytest.raises(ValueError, match="the checkpoint has another tokenizer, of 259"):
+            start(trainer(tmp_path, 1), module(), corpus(texts, tokenizer=other), **arguments)
+
+
+def test_a_pretrained_decoder_trains_on_its_own_tokens(tmp_path, texts, other):
+    build_text("starcoder2", "causal", SMALL).save_pretrained(tmp_path / "dense")
+    lm = partial(MatLM, str(tmp_path / "dense"), pretrained=True, fractions=FRACTIONS)
+    trainer(tmp_path, 1).fit(lm(), corpus(texts, tokenizer=other))  # a folder without a tokenizer
+    train_tokenizer([], BYTES).save_pretrained(tmp_path / "dense")
+    trainer(tmp_path, 1).fit(lm(), corpus(texts))
+    trainer(tmp_path, 1).fit(lm(), corpus(texts, tokenizer=str(tmp_path / "dense")))
+    with pytest.raises(ValueError, match="dense has another tokenizer, of 259 .* to .*dense"):
+        trainer(tmp_path, 1).fit(lm(), corpus(texts, tokenizer=other))
+
+
+def test_lightning_s_prediction_is_refused_with_a_hint(texts, tmp_path):
+    with pytest.raises(ValueError, match="predict --ckpt_path CKPT FILE` without -c, or .*gener"):
+        trainer(tmp_path, 1).predict(module(), corpus(texts))
+
+
+def test_blocks_that_are_longer_than_the_model_s_positions_are_refused(tmp_path, texts):
+    short = MatLM(model_args={**SMALL, "max_position_embeddings": 15}, fractions=FRACTIONS)
+    with pytest.raises(ValueError, match="data.length is 16 and the model has 15 positions"):
+        trainer(tmp_path, 1).fit(short, corpus(texts))

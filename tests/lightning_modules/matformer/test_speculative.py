@@ -297,6 +297,31 @@ def test_a_sliding_window_is_refused():
         speculative_generate(model, prompts(), None, 8)
 
 
+@pytest.mark.parametrize("kind", ["mistral", "gemma3_text", "bloom"])
+def test_without_a_draft_windows_slide_and_positions_may_have_no_limit(kind):
+    sizes = {
+        "mistral": {**SIZES["llama"], "sliding_window": 8},
+        "gemma3_text": {**SIZES["llama"], "sliding_window": 8, "head_dim": 8,
+                        "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+        "bloom": {"hidden_size": 32, "n_layer": 3, "n_head": 4, "max_position_embeddings": None},
+    }  # fmt: skip
+    SIZES[kind] = sizes[kind]
+    model = build(kind)
+    del SIZES[kind]
+    ids = prompts(2)
+    written = speculative_generate(model, ids, None, 20, draft_tokens=0)
+    assert written.tolist() == [greedy(model, row, 20) for row in ids.tolist()]
+
+
+def test_a_separate_draft_is_compared_at_the_granularities_that_are_set():
+    verifier, draft = nest(build(), AXES["ffn"]), nest(build(seed=1), AXES["ffn"])
+    set_granularity(verifier, "L")
+    with pytest.raises(ValueError, match="more than the verifier's"):
+        speculative_generate(verifier, prompts(), draft, 4)
+    set_granularity(draft, "S")
+    speculative_generate(verifier, prompts(), draft, 4)
+
+
 AXES = {
     "ffn": {"ffn": (1 / 8, 1 / 4, 1 / 2, 1)},
     "heads": {"heads": (1 / 2, 1)},
@@ -385,3 +410,11 @@ class TestCompiled:
         written = speculative_generate(model, ids, draft, 30, 4, attention_mask=mask, compiled=True)
         for row, text in zip(rows, written.tolist(), strict=True):
             assert text[7 - len(row) :] == greedy(model, row, 30)
+
+    @pytest.mark.parametrize("share_cache", [True, False])
+    def test_a_window_that_is_not_reached(self, share_cache):
+        model = nest(build("starcoder2", sliding_window=128), AXES["ffn"])
+        ids = prompts()
+        expected = [greedy(model, row, 20) for row in ids.tolist()]
+        written = speculative_generate(model, ids, 0, 20, 2, share_cache, compiled=True)
+        assert written.tolist() == expected
