@@ -19,6 +19,7 @@ from datamodules.tokens import load_tokenizer, tokenizer_from
 from lightning_modules.backbones import build_text
 from lightning_modules.matformer import MatLM, set_granularity
 from lightning_modules.matformer.speculative import SpeculationRecord, speculative_generate
+from lightning_modules.standalone import BUILD, LOADER
 from recipes.nodes import device
 from recipes.predict import described
 
@@ -144,9 +145,15 @@ def load(source: str) -> tuple[Any, Any]:
 
     Raises:
         FileNotFoundError: there is no such file or folder.
-        ValueError: the checkpoint is of another module than MatLM, or does not name its module.
+        ValueError: the checkpoint is of another module than MatLM, or does not name its module; or
+            the folder has a load.py that `recipes export` has not written.
     """
     if (loader := Path(source, "load.py")).is_file():  # of an exported Mix'n'Match size
+        if loader.read_text() != LOADER.format(library="transformers", build=BUILD["transformers"]):
+            raise ValueError(
+                f"{loader} is not what `recipes export` writes for a decoder, so it is not run: "
+                "export the checkpoint again"
+            )
         return runpy.run_path(str(loader))["load"](source), load_tokenizer(source)
     if Path(source).is_dir():
         return build_text(source, "causal", {}, pretrained=True).eval(), load_tokenizer(source)

@@ -513,6 +513,10 @@ def test_exports_write_text_until_any_of_their_end_tokens(made_elastic, capsys, 
     mixed = ["--prompt", "import os", "--tokens", "1", "--draft", str(sizes / "S")]
     assert generate.main([str(sizes / "L*2+XL*2"), *mixed]) is not None
     assert "; none of the drafted tokens accepted" in capsys.readouterr().err
+    shutil.copytree(sizes / "L*2+XL*2", tmp_path / "another")
+    (tmp_path / "another" / "load.py").write_text("raise SystemExit('it must not run')")
+    with pytest.raises(ValueError, match=r"load.py is not what .* so it is not run: export the"):
+        generate.main([str(tmp_path / "another"), *mixed])
     shutil.copytree(sizes / "S", tmp_path / "S")
     prompt = ["--prompt", "import os", "--tokens", "8"]
     text = generate.main([str(tmp_path / "S"), *prompt])
