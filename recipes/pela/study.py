@@ -16,6 +16,7 @@ from recipes.pela import measures
 Length = Callable[[Namespace], int]  # epochs, from a stage's settings
 
 TABLE_7 = ("control", "fd", "rwp", "both")
+BASELINES = ("tinybert", "maskalign", "tome", "lora")  # of Table 1, for every model
 MODULES = "lightning_modules.pela."
 
 
@@ -91,14 +92,16 @@ class Study:
     def declare(self, ratios: list[float], main: bool) -> None:
         """Declare the model's rows at each ratio, and its other tables.
 
-        Only the main model (the grid's first) has all tables, and all rows at its first ratio.
+        Only the main model (the grid's first) has all tables, and all rows at its first ratio. As
+        in the paper, ToMe is left out for Swin.
         """
+        table_1 = [row for row in BASELINES if row != "tome" or "swin" not in self.name]
         sets = [self.set_of(ratio) for ratio in ratios]
         self.measure("dense-score", measures.measure_dense, sets=sets, init_from=self.weights)
         for place, ratio in enumerate(ratios):
-            all_rows = main and place == 0
+            compared = (*TABLE_7, "whitened", *(table_1 if place == 0 else ()))
             for row in self.rows:
-                if all_rows or row in TABLE_7 or row == "whitened":
+                if row in compared or (main and place == 0):
                     self.row(row, ratio)
             self.measure_untrained("direct", ratio, self.weights)
         ratio = ratios[0]

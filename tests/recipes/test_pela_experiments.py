@@ -21,7 +21,7 @@ from recipes.cli import grid, parse, presets
 from recipes.experiment import Measuring
 from recipes.nodes import Stage
 from recipes.pela import measures, vision
-from recipes.pela.study import TREATMENTS, fraction_of, slice_of
+from recipes.pela.study import TREATMENTS, Study, fraction_of, slice_of
 from recipes.results import Row, tidy
 from recipes.runner import command_line, run_experiment
 from tests.recipes.report_checks import check_reports_of_parts
@@ -204,7 +204,8 @@ def test_rows_have_titles_and_trials_are_rows():
 
 
 def test_the_dense_model_is_tuned_on_held_out_images_and_rows_start_from_it(tmp_path):
-    run = command_line(vision.EXPERIMENT, ["--preset", "small", "--out", str(tmp_path)])
+    flags = ["--preset", "small", "--rows", "both", "--out", str(tmp_path)]
+    run = command_line(vision.EXPERIMENT, flags)
     vision.declare(run)  # nothing is trained
     nodes = {folder.name: node for folder, node in run.nodes.items()}
     trial = nodes["deit_b-trial-dense-0"].settings
@@ -224,6 +225,21 @@ def test_a_perturbation_that_is_not_felt_is_not_judged():
         rows.append(Row("rwp", "share_perturbation", share, "deit_b κ 2"))
         parts = [tidy(rows, "pela.vision", "small", seed) for seed in range(3)]
         assert judge(claim, pd.concat(parts))[0] == verdict
+
+
+def test_every_model_of_the_paper_has_the_baselines_of_table_1(tmp_path, monkeypatch):
+    declared = set()
+    for name in ("measure", "measure_untrained", "sweep", "finetune"):
+        monkeypatch.setattr(Study, name, lambda *args, **settings: None)
+    monkeypatch.setattr(Study, "dense_weights", lambda self, label: "dense.safetensors")
+    monkeypatch.setattr(Study, "row", lambda self, *row: declared.add((self.name, *row)))
+    run = command_line(vision.EXPERIMENT, ["--preset", "paper", "--out", str(tmp_path)])
+    monkeypatch.setattr(run, "measure", lambda *args: None)
+    vision.declare(run)
+    for model, ratio in (("deit_b", 2.0), ("deit3_l", 2.0), ("swin_b", 1.5)):
+        for row in ("tinybert", "maskalign", "lora", "tome"):
+            # the paper leaves ToMe out for Swin
+            assert ((model, row, ratio) in declared) == (row != "tome" or model != "swin_b")
 
 
 @pytest.mark.parametrize(("ratio", "name"), [(1.5, "L"), (2.0, "M"), (3.0, None)])
