@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from lightning_modules.apet import Apet, attach, bitfit, insert, prompt
+from lightning_modules.apet.checks import check_heads
 from lightning_modules.layouts import width
 
 Tuning = Literal[
@@ -98,14 +99,7 @@ def tune(
         )
     if rank < 1:
         raise ValueError(f"rank {rank} is not a whole number of at least 1: give for example 8")
-    modules = dict(model.named_modules())
-    for head in heads:
-        if head not in modules:
-            known = ", ".join(name for name, _ in model.named_children())
-            raise ValueError(
-                f"head {head!r} is no module of {type(model).__name__}: expected a dotted name "
-                f"that begins with one of {known}"
-            )
+    check_heads(model, heads)
     if method == "apet":
         return insert(model, heads=heads, **further)
     if method == "prompt":

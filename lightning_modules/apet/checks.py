@@ -27,6 +27,15 @@ def check_plain(model: nn.Module, heads: Sequence[str]) -> None:
                 f"this {type(model).__name__} was changed by {record} before, and its layers are "
                 f"not plain: {cure}"
             )
+    check_heads(model, heads)
+
+
+def check_heads(model: nn.Module, heads: Sequence[str]) -> None:
+    """Refuse heads that the model does not have.
+
+    Raises:
+        ValueError: naming the head and the model's modules.
+    """
     modules = dict(model.named_modules())
     for head in heads:
         if head not in modules:
