@@ -352,8 +352,11 @@ def test_the_orders_are_judged_on_the_second_half(monkeypatch):
     assert seen == [first, second, second]
 
 
-def paper_like(gap):
-    """A table in which all that the paper says of images holds; `gap` is XL's gain over S."""
+def paper_like(gap, rising=0.01):
+    """A table in which all that the paper says of images holds.
+
+    `gap` is XL's gain over S, `rising` what independent models gain in their last quarter.
+    """
     skewed = [probabilities.name(row) for row in probabilities.TABLE_6]
     gains = {  # of accuracy, at S and at XL
         "matvit": (0.02, 0.02), "independent": (0, 0), "dynabert": (-0.02, -0.02),
@@ -372,6 +375,10 @@ def paper_like(gap):
                 lines.append(Row(row, "loss", 1 - more, size))
         for row, agreement in {"matvit": 0.8, "independent": 0.7}.items():
             lines.append(Row(row, "agreement", agreement + noise.normal(0, 1e-4), "S"))
+        for size in SIZES:
+            for quarter, value in enumerate((0.4, 0.5, 0.6, 0.6 + rising), start=1):
+                value += noise.normal(0, 1e-4)
+                lines.append(Row("independent", "val_accuracy", value, size, x=quarter))
         for place, row in enumerate(("increase", "search", "least_slope", "ends")):
             for size in ("S*2+M*2", "S*3+XL"):
                 orders.append(Row(row, "loss", 1 + 0.01 * place + noise.normal(0, 1e-4), size))
@@ -387,6 +394,13 @@ def test_every_claim_is_judged_where_size_matters(gap, word):
         found, _, reason = judge(claim, table)
         assert found == word, claim.name
         assert not reason if word == SUPPORTED else "gate is shut: accuracy" in reason, claim.name
+
+
+def test_independent_models_that_still_learn_fast_are_no_baseline():
+    table = paper_like(gap=0.1, rising=0.05)
+    shut = [claim.name for claim in matvit.CLAIMS if judge(claim, table)[0] == NOT_JUDGED]
+    beside = ["MatViT S agrees with XL", "ViT → MatViT keeps XL"]
+    assert set(shut) == {*beside, *(f"MatViT {size} ≥ independent {size}" for size in SIZES)}
 
 
 @pytest.mark.parametrize("name", PLOTS)

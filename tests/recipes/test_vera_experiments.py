@@ -13,6 +13,7 @@ from PIL import Image
 
 from recipes.cli import grid, presets
 from recipes.experiment import Stage
+from recipes.machine import OthersAtWork
 from recipes.records import at
 from recipes.results import by_seed
 from recipes.runner import command_line
@@ -123,7 +124,19 @@ def test_trials_are_judged_on_images_that_are_not_scored():
     }  # fmt: skip
 
 
-def test_ablations(tmp_path):
+@pytest.mark.parametrize("alone", [True, False])
+def test_times_are_left_out_where_other_programs_ran(alone, tmp_path, monkeypatch):
+    monkeypatch.setattr(OthersAtWork, "absent", lambda self: alone)
+    flags = ("--data.limit", "32", "--rows", "vera_r4,lora_r1", "--trainer.max_epochs", "1")
+    _, table, text = run("ablations", tmp_path, *flags)
+    assert set(values_of(table, "seconds per update", "SST-2")) == (
+        {"vera_r4", "lora_r1"} if alone else set()
+    )
+    assert ("at equal time" in text) == alone
+
+
+def test_ablations(tmp_path, monkeypatch):
+    monkeypatch.setattr(OthersAtWork, "absent", lambda self: True)  # beside other tests
     _, table, text = run("ablations", tmp_path, "--data.limit", "64")
     tuned = values_of(table, "tuned", "SST-2")
     assert set(tuned) == {
