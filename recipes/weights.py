@@ -77,8 +77,7 @@ def fetch(name: str, out: Path) -> Path:
         raise ValueError(f"no weights are named {name!r}: expected one of {', '.join(SOURCES)}")
     source, folder = SOURCES[name], out / name
     if (folder / "model.safetensors").is_file():
-        check(folder / "model.safetensors", source.result, AGAIN)
-        check_all(folder)
+        check_all(folder, source.result)
         print(f"{folder}: there, unchanged")
         return folder
     out.mkdir(parents=True, exist_ok=True)
@@ -132,16 +131,21 @@ def check(file: Path, expected: str, cure: str) -> None:
         raise ValueError(f"{file} has the SHA-256 {digest}, expected {expected}: {cure}")
 
 
-def check_all(folder: Path) -> None:
+def check_all(folder: Path, result: str) -> None:
     """Refuse a folder of weights in which a file is missing or has changed since it was made.
+
+    Args:
+        folder: made by `fetch`.
+        result: SHA-256 of its model.safetensors, whatever the folder itself says.
 
     Raises:
         ValueError: naming the file.
     """
     if not (folder / SUMS).is_file():
         raise ValueError(f"{folder} has no {SUMS} to check its files with: {AGAIN}")
-    for line in (folder / SUMS).read_text().splitlines():
-        digest, _, name = line.partition("  ")
+    lines = [line.partition("  ") for line in (folder / SUMS).read_text().splitlines()]
+    digests = {name: digest for digest, _, name in lines} | {"model.safetensors": result}
+    for name, digest in digests.items():
         if not (folder / name).is_file():
             raise ValueError(f"{folder / name} is missing: {AGAIN}")
         check(folder / name, digest, AGAIN)

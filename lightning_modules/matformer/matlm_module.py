@@ -126,7 +126,7 @@ class MatLM(ElasticModule):
                 "data.length to at most that, or max_position_embeddings in model.model_args"
             )
         vocabulary = model.config.vocab_size
-        tokens = getattr(getattr(self._trainer, "datamodule", None), "vocab_size", vocabulary)
+        tokens = getattr(data, "vocab_size", vocabulary)
         if not self.pretrained and tokens < vocabulary:
             warnings.warn(
                 f"the tokenizer has {tokens} entries and the model embeds {vocabulary}, so the "

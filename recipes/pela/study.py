@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -129,7 +130,7 @@ class Study:
                 f"{self.name}-hub", 0, measures.make_hub_weights, settings=self.model_and_data
             )
             return hub / "model.safetensors"
-        chosen = {**self.tuned_dense(), **settings}
+        chosen = {**self.tuned_dense, **settings}
         return self.run.stage(
             label, "dense", self.seed, self.architecture(), chosen, trained_for(epochs_of)
         )
@@ -139,6 +140,7 @@ class Study:
         model = self.settings
         return {"model.architecture": model.architecture, "model.model_args": model.model_args}
 
+    @cached_property
     def tuned_dense(self) -> dict[str, Any | Later]:
         """The best settings of the dense model's trials on held-out images, at seed 0."""
         trials = self.grid["trials"].get("dense", [])

@@ -62,9 +62,15 @@ def accuracy(a: str, b: str, threshold: float = 0.0, **where: str) -> Comparison
     return Comparison("accuracy", a, b, threshold, where or MAIN, scale=100)
 
 
-# dense > chance + 20 points: the dense model has learnt;
-# dense > low rank without repair + 5 points: there is something to repair
-GATE = [accuracy("dense", "chance", 0.2), accuracy("dense", "direct", 0.05)]
+def gates(**where: str) -> list[Comparison]:
+    """The conditions for judging: the dense model has learnt, and there is something to repair.
+
+    Dense is twenty points above chance, and five above low rank without repair.
+    """
+    return [accuracy("dense", "chance", 0.2, **where), accuracy("dense", "direct", 0.05, **where)]
+
+
+GATE = gates()
 # the dense model has learnt what it can: trained on as long as the repair, it gains at most a point
 CONVERGED = accuracy("dense", "continued", -0.01)
 
@@ -78,7 +84,7 @@ def near_dense(title: str, name: str, number: str) -> Claim:
         f"Table 1, {title}",
         number,
         accuracy("both", "dense", -0.015, set=name),
-        [accuracy("dense", "chance", 0.2, set=name), accuracy("dense", "direct", 0.05, set=name)],
+        gates(set=name),
         preset="paper",
     )
 
