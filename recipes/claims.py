@@ -22,7 +22,9 @@ recipes/ledger.py judges all of them by the difference, paired by seed, and its 
                   if mean and standard deviation stayed the same
     not judged    there is no measurement (preset tiny does not count), or the gate is shut: a gate
                   is a precondition, a comparison that must be supported for the test to mean
-                  anything, such as "fine-tuning beats training from scratch"
+                  anything, such as "fine-tuning beats training from scratch". The reason says
+                  which: "the gate is shut", "compute" for what was not run here, "data" for what
+                  needs the paper's own
 """
 
 import math
@@ -65,6 +67,12 @@ class Comparison:
     exact: bool = False
     scale: float = 1.0
     digits: int = 2
+
+    @property
+    def title(self) -> str:
+        """What is compared, such as "accuracy vera − lora"."""
+        b = "" if self.b is None else f" − {_named(self.b)}"
+        return f"{self.metric} {_named(self.a)}{b}"
 
     def side(self, table: pd.DataFrame, one: str | Where) -> pd.Series:
         """Values of one side, indexed by seed."""
@@ -151,22 +159,23 @@ def judge(claim: Claim, table: pd.DataFrame) -> tuple[str, str, str]:
     for gate in gates:
         if by_set and not gate.mean_over and "set" not in gate.where:
             if gate.metric not in measured_metrics:
-                return NOT_JUDGED, "", f"the gate is shut: {_why_shut(gate, table)}"
+                return NOT_JUDGED, "", _why_shut(gate, table)
             open_sets = []
             at = {**gate.where, **_conditions(gate.a)}.get("x")
             for name in unique(select(table, {"metric": gate.metric, "x": at}), "set"):
                 within = replace(gate, where={**gate.where, "set": name})
                 if reason := _why_shut(within, table):
-                    shut.append(f"{name}: {reason}")
+                    shut.append(f"{name}, {reason}")
                 else:
                     open_sets.append(name)
             table = select(table, {"set": open_sets})
         elif reason := _why_shut(gate, table):
-            return NOT_JUDGED, "", f"the gate is shut: {reason}"
-    left_out = f"left out, since their gates are shut: {'; '.join(shut)}" if shut else ""
+            return NOT_JUDGED, "", reason
+    left_out = f"left out: {'; '.join(shut)}" if shut else ""
     compared = [test.difference(table) for test in tests]
-    if not all(one.n for one in compared):
-        return NOT_JUDGED, "", left_out or "not measured"
+    for test, one in zip(tests, compared, strict=True):
+        if not one.n:
+            return NOT_JUDGED, "", left_out or f"compute: {test.title} is not measured"
     if any(one.diverged for one in compared):
         return NOT_JUDGED, "", "a seed has diverged: its value is no finite number"
     words = [test.verdict(one) for test, one in zip(tests, compared, strict=True)]
@@ -203,13 +212,14 @@ def _several(comparisons: Comparison | Sequence[Comparison] | None) -> list[Comp
 def _why_shut(gate: Comparison, table: pd.DataFrame) -> str:
     """Why a gate is shut; "" if it is open."""
     compared = gate.difference(table)
+    if not compared.n:
+        return f"compute: the gate, {gate.title}, is not measured"
     if gate.verdict(compared) == SUPPORTED:
         return ""
-    b = "" if gate.b is None else f" − {_named(gate.b)}"
-    measured = f"{gate.metric} {_named(gate.a)}{b} = {gate.text(compared) or 'not measured'}"
+    reason = f"the gate is shut: {gate.title} = {gate.text(compared)}"
     if compared.n == 1 and not gate.exact:
-        return f"{measured}: one seed has no interval, a second is needed"
-    return measured
+        return f"{reason}: one seed has no interval, a second is needed"
+    return reason
 
 
 def _named(side: str | Where) -> str:

@@ -114,10 +114,18 @@ def judge_all(root: Path = ROOT) -> list[Verdict]:
             and part["preset"].iloc[0] != "tiny"
             and claim.preset in ("", part["preset"].iloc[0])
         ]
-        run = f"run of it at preset {claim.preset}" if claim.preset else "run of it"
-        reason = claim.reason or f"no {run} stands in results/"
+        reason = claim.reason or _not_run(experiment, claim.preset)
         verdicts += judged or [Verdict(claim, experiment, "", NOT_JUDGED, reason=reason)]
     return verdicts
+
+
+def _not_run(experiment: str, preset: str) -> str:
+    """Why there is no table to judge a claim on."""
+    preset = preset or "small"
+    command = f"`python -m recipes.{experiment} --preset {preset} --plan`"
+    if preset.startswith("small"):
+        return f"compute: not run here; {command} tells how long it takes"
+    return f"data and compute: preset {preset} is of the paper's scale; {command} lists its needs"
 
 
 def _source(folder: Path) -> str:

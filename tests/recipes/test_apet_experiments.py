@@ -150,7 +150,7 @@ def test_a_collapsed_training_shuts_the_gate():
     assert word == "not judged" and "uncollapsed MiniLM = +0.75" in reason
     table = tidy([Row("MiniLM", "deviation", 1.0, "SST-2")], "apet.scales", "small", 0)
     reason = judge(claim, table)[2]
-    assert reason == "the gate is shut: gain MiniLM = not measured"
+    assert reason == "compute: the gate, gain MiniLM, is not measured"
 
 
 def test_scores_of_texts():

@@ -88,7 +88,9 @@ class TestVerdict:
         assert judge(claim([A_B, over_d, over_c]), rows)[0] == REFUTED
 
     def test_what_was_not_measured_is_not_judged(self):
-        assert judge(claim(A_B), table(a=[0.5, 0.6])) == (NOT_JUDGED, "", "not measured")
+        assert judge(claim(A_B), table(a=[0.5, 0.6])) == (
+            NOT_JUDGED, "", "compute: accuracy a − b is not measured",
+        )  # fmt: skip
         without = claim(None, reason="needs ImageNet-21K")
         assert judge(without, table(a=[0.5])) == (NOT_JUDGED, "", "needs ImageNet-21K")
 
@@ -113,7 +115,7 @@ class TestGate:
         assert word == NOT_JUDGED
         assert reason.endswith(": one seed has no interval, a second is needed")
         reason = judge(claim(A_B, Comparison("accuracy", "xl", "t")), self.rows)[2]
-        assert reason == "the gate is shut: accuracy xl − t = not measured"
+        assert reason == "compute: the gate, accuracy xl − t, is not measured"
 
     def test_a_mean_is_over_the_sets_that_both_rows_have(self):
         """Table 6 has most variants on two of the tasks, and the default on all."""
@@ -137,7 +139,7 @@ class TestGate:
         assert judge(claim(test), rows)[0] == REFUTED
         word, measured, reason = judge(claim(test, gate), rows)
         assert word == SUPPORTED and measured.startswith("+0.10 [")
-        assert reason.startswith("left out, since their gates are shut: CoLA: accuracy full − maj")
+        assert reason.startswith("left out: CoLA, the gate is shut: accuracy full − majority")
         shut = rows[rows["set"] == "CoLA"]
         assert judge(claim(test, gate), shut)[0] == NOT_JUDGED
 
@@ -152,7 +154,7 @@ class TestGate:
                 rows = pd.concat([rows, point], ignore_index=True)
         test = Comparison("accuracy", "vera", "lora", mean_over="set")
         word, _, reason = judge(claim(test, Comparison("rise", {"row": "full", "x": 1.0})), rows)
-        assert word == SUPPORTED and reason.startswith("left out, since their gates are shut: CoLA")
+        assert word == SUPPORTED and reason.startswith("left out: CoLA, the gate is shut")
 
 
 class TestSeedsNeeded:
@@ -233,7 +235,16 @@ class TestPages:
         words = {one.word for one in ledger.judge_all(root)}
         self.results(root, preset="tiny", a=[0.52, 0.53, 0.54], b=[0.5, 0.51, 0.52])
         assert words | {one.word for one in ledger.judge_all(root)} == {NOT_JUDGED}
-        assert "no run of it" in ledger.judge_all(root)[0].reason
+        assert ledger.judge_all(root)[0].reason.startswith("compute: not run here; `python -m")
+
+    @pytest.mark.parametrize(
+        ("preset", "why"), [("small_steps", "compute: not run here"), ("paper", "data and compute")]
+    )
+    def test_a_claim_that_was_not_run_says_what_it_lacks(self, root, preset, why, monkeypatch):
+        only = Claim("c", "Paper", "A beats B.", "Table 1", "2 points", A_B, preset=preset)
+        monkeypatch.setattr(ledger, "claims", lambda _: [("m.e", only)])
+        (verdict,) = ledger.judge_all(root)
+        assert verdict.reason.startswith(why) and f"--preset {preset} --plan" in verdict.reason
 
     def test_a_run_s_own_report_ends_in_the_same_verdicts(self, root):
         rows = table(a=[0.52, 0.53, 0.54], b=[0.5, 0.51, 0.52])
