@@ -29,8 +29,9 @@ class Treatment:
         module: class of the stage's LightningModule.
         settings: in which the row differs from the stage's file, besides its initial weights.
         start: the initial weights. "svd": the dense weights, which the stage factorises; "dense":
-            the dense weights as they are; "pruned": a model with fewer neurons; or a pair (ranks,
-            factors): a low-rank model that `compress` makes with these arguments.
+            the dense weights as they are; "scratch": random weights, factorised; "pruned": a model
+            with fewer neurons; or a pair (ranks, factors): a low-rank model that `compress` makes
+            with these arguments.
         tuned_as: the row whose trials choose this row's settings.
     """
 
@@ -42,6 +43,7 @@ class Treatment:
 
 TREATMENTS = {
     "control": Treatment(f"{MODULES}Classifier", tuned_as="control"),
+    "scratch": Treatment(f"{MODULES}Classifier", start="scratch", tuned_as="scratch"),
     "fd": Treatment(settings={"model.beta": 0.0}, tuned_as="fd"),
     "rwp": Treatment(settings={"model.alpha": 0.0}, tuned_as="rwp"),
     "both": Treatment(),
@@ -221,7 +223,9 @@ class Study:
         varied: dict[str, Any] = {"model.init_from": weights, "model.pretrained": False}
         if row == "nested":
             return {**varied, "model.fractions": self.grid["fractions"]}
-        varied["model.ratio"] = ratio if treatment.start == "svd" else None
+        varied["model.ratio"] = ratio if treatment.start in ("svd", "scratch") else None
+        if treatment.start == "scratch":
+            varied["model.init_from"] = None
         if row == "tome":
             varied["model.merged_tokens"] = self.merged_tokens(ratio)
         if treatment.start != "dense" and not treatment.module.endswith("Classifier"):

@@ -31,6 +31,7 @@ ROWS = {
     "continued": "dense, trained on",
     "lora": "LoRA (merged)",
     "direct": "low rank, no training",
+    "scratch": "low rank, from random weights",
     "control": "+ L_base only",
     "fd": "+ L_fd",
     "rwp": "+ L_rwp",
@@ -259,7 +260,8 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         provenance(run, table),
         "Accuracy on the validation images in %, mean ± standard deviation over seeds. `before` is "
         "before any training. Parameters and multiply-adds of one image, head included. All rows "
-        "that were trained start from the same dense weights and see the images equally often. "
+        "that were trained see the images equally often, and all but the one from random weights "
+        "start from the same dense weights. "
         "lr, α, β, p and ε are those of the row's training; where the preset has trials, they were "
         "chosen on training images held out for this, with as many trials for each row (the rows "
         "of PELA with other ranks or factors take PELA's). A term's share is the norm of its "

@@ -70,6 +70,7 @@ SEEN = {
     "deit_b-trial-dense": 2,
     "deit_b-trial-both-0": 1,
     "deit_b-k2-control": 2,
+    "deit_b-k2-scratch": 2,
     "deit_b-k2-both": 2,
     "deit_b-k2-whitened": 2,
     "deit_b-k2-pruned": 2,
@@ -91,6 +92,18 @@ def test_what_each_stage_saw(name, folder):
     assert content["epoch"] == epochs - 1  # counted from 0
     assert content["global_step"] == epochs * len(DigitsData(**config).train_dataloader())
     assert epochs * (160 // batch) <= content["global_step"] <= epochs * -(-160 // batch)
+
+
+def test_scratch_is_low_rank_from_random_weights_and_control_from_the_dense_ones(folder, table):
+    starts = {
+        row: config_of(folder, f"deit_b-k2-{row}")["model"]["init_args"]
+        for row in ("scratch", "control")
+    }
+    assert starts["scratch"]["init_from"] is None and not starts["scratch"]["pretrained"]
+    assert starts["control"]["init_from"].endswith(".ckpt")
+    assert {one["ratio"] for one in starts.values()} == {2.0}
+    sizes = results.select(table, {"metric": "parameters", "row": list(starts)})["value"]
+    assert len(sizes) == 2 and sizes.nunique() == 1
 
 
 def test_trials_are_scored_on_training_images_put_aside(folder):
