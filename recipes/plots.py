@@ -71,6 +71,60 @@ def scatter(
                 axis.xaxis.set_major_formatter(EngFormatter())
 
 
+def ranking(
+    table: pd.DataFrame,
+    path: Path,
+    metric: str,
+    titles: Mapping[str, str],
+    *,
+    costs: Mapping[str, str],
+    baselines: Sequence[str] = (),
+    scale: float = 1.0,
+    xlabel: str = "",
+) -> None:
+    """Plot a metric of rows below one another, the best on top.
+
+    Every seed is a pale dot; a bar is their mean, with one standard deviation on each side.
+
+    Args:
+        table: the tidy table, of one set.
+        path: the PNG file.
+        metric: the metric on the horizontal axis.
+        titles: row → title; other rows are left out.
+        costs: cost metrics of the same rows → units, which stand behind a row's title.
+        baselines: rows drawn as a dotted vertical line.
+        scale: factor by which the metric is multiplied.
+        xlabel: label of the horizontal axis; by default the metric.
+    """
+    values = {row: by_seed(table, metric, {"row": row}) * scale for row in titles}
+    measured = {row: one for row, one in values.items() if len(one)}
+    ranked = [row for row in measured if row not in baselines]
+    ranked.sort(key=lambda row: measured[row].mean())
+    figure, axis = plt.subplots(figsize=(10.5, 1.2 + 0.32 * max(len(ranked), 4)))
+    for place, row in enumerate(ranked):
+        one = measured[row]
+        axis.plot(one, [place] * len(one), "o", color=COLORS[0], alpha=0.3)
+        axis.errorbar(one.mean(), place, xerr=_deviation(one), fmt="|", color=COLORS[0], capsize=3)
+    for row in measured.keys() & set(baselines):
+        axis.axvline(measured[row].mean(), color="gray", linestyle=":", label=titles[row])
+        axis.legend(fontsize="small", loc="lower right")
+    if not measured:
+        axis.text(0.5, 0.5, "not measured", ha="center", transform=axis.transAxes)
+    axis.set_yticks(range(len(ranked)), [titles[row] + _costs(table, row, costs) for row in ranked])
+    axis.set_xlabel(xlabel or metric)
+    axis.grid(alpha=0.3)
+    save_plot(figure, path)
+
+
+def _costs(table: pd.DataFrame, row: str, costs: Mapping[str, str]) -> str:
+    """Such as " · 8.3 M parameters"."""
+    text = ""
+    for metric, unit in costs.items():
+        if len(values := by_seed(table, metric, {"row": row})):
+            text += f" · {EngFormatter(places=1)(values.mean())} {unit}"
+    return text
+
+
 def curves(
     table: pd.DataFrame,
     path: Path,

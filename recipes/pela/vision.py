@@ -19,7 +19,7 @@ from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Run
 from recipes.messages import console
 from recipes.pela.study import TREATMENTS, Study
-from recipes.plots import curves, scatter
+from recipes.plots import curves, ranking
 from recipes.provenance import provenance
 from recipes.results import select, unique
 from recipes.runner import run_experiment
@@ -273,17 +273,17 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     shown = [name for name in sets if len(select(table, {"set": name, "row": compressed}))]
     for name in shown or sets:
         text += comparison(table, name)
-        scatter(
+        ranking(
             select(table, {"set": name}),
             run.out / f"{file_name(name)}.png",
             "accuracy",
-            {"parameters": "parameters", "macs": "multiply-adds of one image"},
-            titles=ROWS,
+            ROWS,
+            costs={"parameters": "parameters", "macs": "multiply-adds"},
             baselines=["chance"],
             scale=100,
-            ylabel="accuracy, %",
+            xlabel="accuracy on the validation images, %",
         )
-        text.append(f"![accuracy against size]({file_name(name)}.png)")
+        text.append(f"![accuracy of all rows, the best on top]({file_name(name)}.png)")
     for name in unique(select(table, {"metric": "similarity"}), "set"):
         curves(
             select(table, {"set": name}),

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from recipes.plots import curves, scatter
+from recipes.plots import curves, ranking, scatter
 from recipes.results import (
     COLUMNS,
     Row,
@@ -291,6 +291,32 @@ class TestPlots:
         rows = [Row(f"row {n}", "loss", n, x=x) for n in range(12) for x in (1, 2)]
         curves(tidy(rows, "e", "p", 0), tmp_path / "a.png", "loss")
         assert len({str(line.get_color()) for line in drawn[0].axes[0].lines}) == 12
+
+    def test_a_ranking_has_the_best_on_top_with_its_costs(self, tmp_path, monkeypatch):
+        drawn = []
+        monkeypatch.setattr("recipes.plots.save_plot", lambda figure, path: drawn.append(figure))
+        costs = {"tuned": "tuned parameters"}
+        for titles in ({"head": "head only", "lora": "LoRA", "vera": "VeRA"}, {"absent": "none"}):
+            table = pd.concat(
+                tidy(
+                    [
+                        Row("vera", "score", 0.7 + seed / 10), Row("lora", "score", 0.6),
+                        Row("vera", "tuned", 2500), Row("head", "score", 0.5),
+                    ],
+                    "e", "p", seed,
+                )
+                for seed in range(2)
+            )  # fmt: skip
+            path = tmp_path / "a.png"
+            ranking(table, path, "score", titles, costs=costs, baselines=["head"], scale=100)
+        full, empty = (figure.axes[0] for figure in drawn)
+        labels = [label.get_text() for label in full.get_yticklabels()]
+        assert labels == ["LoRA", "VeRA · 2.5 k tuned parameters"]
+        dots = [line for line in full.lines if line.get_marker() == "o"]
+        assert dots[1].get_xdata().tolist() == [70, 80] and set(dots[1].get_ydata()) == {1}
+        (dotted,) = (line for line in full.lines if line.get_label() == "head only")
+        assert set(dotted.get_xdata()) == {50}
+        assert [text.get_text() for text in empty.texts] == ["not measured"]
 
     def test_a_metric_that_is_not_there_is_said_to_be_missing(self, tmp_path, monkeypatch):
         drawn = []
