@@ -12,6 +12,7 @@ other orders, with search and with layers of S and XL only, and fits the scaling
 """
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pandas as pd
@@ -36,10 +37,12 @@ from recipes.matformer.scaling import fit_report
 from recipes.matformer.starts import nested_settings
 from recipes.messages import console
 from recipes.provenance import provenance
+from recipes.records import at
 from recipes.results import select
 from recipes.runner import run_experiment
 from recipes.tables import Column, tabulate
 
+Derived = dict[str, Callable[[Any], Any]]  # settings computed from all others
 NESTED = {
     "matlm": "MatLM (sampled)",
     "joint": "joint (DynaBERT)",
@@ -236,7 +239,51 @@ def nested(run: Run, row: str, seed: int, **settings: Any) -> Stage:
         varied |= {"model.fractions": {"heads": HEADS}}
     name = row.replace("/", "_").replace(" ", "")
     derived = joint if row == "joint" else {}
-    return run.stage(name, "matlm", seed, {**varied, **settings}, derived=derived)
+    return training(
+        run, name, seed, {**varied, **settings}, derived, [f"val/loss_{n}" for n in SIZES]
+    )
+
+
+def training(
+    run: Run, name: str, seed: int, varied: dict[str, Any], derived: Derived, metrics: Sequence[str]
+) -> Stage:
+    """Declare a training at the learning rate that its trials choose, if the preset has trials.
+
+    Each trial has a quarter of the training's steps, at seed 0, and its loss (the mean of these
+    metrics) is that on text which is neither trained on nor scored in the tables.
+
+    Args:
+        run: receives the stages.
+        name: of the stage.
+        seed: of the stage.
+        varied: settings in which it differs from matlm.yaml.
+        derived: see `Stage`.
+        metrics: logged losses.
+    """
+
+    def of(key: str, c: Any) -> Any:
+        return derived[key](c) if key in derived else at(c, key)
+
+    def steps(c: Any) -> int:
+        return max(1, int(of("trainer.max_steps", c)) // 4)
+
+    def warmup(c: Any) -> float:
+        given = of("model.warmup_steps", c)
+        return given if given < 1 else given // 4
+
+    shorter: Derived = {
+        **derived,
+        "trainer.max_steps": steps,
+        "model.warmup_steps": warmup,
+        "trainer.val_check_interval": lambda c: steps(c) * of("trainer.accumulate_grad_batches", c),
+    }
+    grid = run.grid("matlm_grid")
+    trials = [
+        run.stage(f"{name} trial {number}", "matlm", 0, varied, {**one, **grid["trial"]}, shorter)
+        for number, one in enumerate(grid["trials"], 1)
+    ]
+    chosen = run.best(trials, metrics, list(grid["trials"][0]), mode="min") if trials else {}
+    return run.stage(name, "matlm", seed, varied, chosen, derived)
 
 
 def quarter_of_steps(c: Any) -> int:
@@ -298,19 +345,14 @@ def independent(run: Run, seed: int, name: str, index: int, scale: float = 1.0) 
         arguments = c.model.init_args.model_args
         return {**arguments, "intermediate_size": round(arguments["intermediate_size"] * fraction)}
 
-    return run.stage(
-        name,
-        "matlm",
-        seed,
-        {"model.joint": None},
-        derived={
-            "model.model_args": lambda c: scaled(model_args(c), scale),
-            "model.fractions": lambda c: None,
-            "trainer.max_steps": quarter_of_steps,
-            "trainer.val_check_interval": validation_interval,
-            "model.warmup_steps": quarter_of_warmup,
-        },
-    )
+    derived: Derived = {
+        "model.model_args": lambda c: scaled(model_args(c), scale),
+        "model.fractions": lambda c: None,
+        "trainer.max_steps": quarter_of_steps,
+        "trainer.val_check_interval": validation_interval,
+        "model.warmup_steps": quarter_of_warmup,
+    }
+    return training(run, name, seed, {"model.joint": None}, derived, ["val/loss"])
 
 
 def scaled(arguments: dict[str, Any], scale: float) -> dict[str, Any]:

@@ -218,6 +218,35 @@ def test_joint_training_sees_as_many_tokens_in_batches_that_fit():
     assert joint.trainer.max_steps == sampled.trainer.max_steps // 4
 
 
+def test_every_training_chooses_its_rate_on_text_that_no_table_scores(out):
+    rows = "matlm,joint,heads,independent"
+    started = command_line(matlm.EXPERIMENT, ["--preset", "small", "--rows", rows, "--seeds", "2"])
+    matlm.declare(started)
+    stages = {(node.seed, node.name): node for node in started.nodes.values()}
+    trained = [
+        "matlm",
+        "joint",
+        "heads",
+        *(f"independent_{size}" for size in ("S", "M", "L", "XL")),
+    ]
+    for name in trained:
+        full = stages[0, name].parsed()
+        trials = [stages[0, f"{name} trial {number}"].parsed() for number in range(1, 5)]
+        assert len({one.model.init_args.lr for one in trials}) == 4
+        for trial in trials:
+            assert trial.trainer.max_steps == full.trainer.max_steps // 4
+            assert trial.model.init_args.warmup_steps == full.model.init_args.warmup_steps // 4
+            updates = trial.trainer.val_check_interval / trial.trainer.accumulate_grad_batches
+            assert updates == trial.trainer.max_steps  # validated once, at the end
+            data, scored = trial.data.init_args, trial.trainer.limit_val_batches
+            first = scored * data.eval_batch_size * data.length / data.max_bytes
+            assert first < data.val_fraction - full.data.init_args.val_fraction
+        for seed in (0, 1):  # trials are those of seed 0
+            waited = {node.name for node in stages[seed, name].waits_for()}
+            assert waited == {f"{name} trial {number}" for number in range(1, 5)}
+    assert (1, "matlm trial 1") not in stages
+
+
 @pytest.mark.parametrize("preset", ["small", "medium", "78M", "paper"])
 def test_independent_models_validate_in_every_quarter(preset, out):
     started = command_line(matlm.EXPERIMENT, ["--preset", preset, "--rows", "independent"])
