@@ -289,8 +289,8 @@ READERS: Mapping[str, Callable[[Path], Iterator[Pair]]] = {
 HUB: Mapping[str, str] = {  # names in `datasets`
     "squad": "rajpurkar/squad",
     "nq_open": "google-research-datasets/nq_open",
-    # copies: Samsung/samsum is gone (huggingface/datasets#7573), and alexfabbri/multi_news is a script
-    # that datasets 4 does not run (#7746)
+    # copies: Samsung/samsum is gone (huggingface/datasets#7573), and alexfabbri/multi_news is a
+    # script, which datasets 4 does not run (huggingface/datasets#7746)
     "samsum": "knkarthick/samsum",
     "multi_news": "Awesome075/multi_news_parquet",
 }
