@@ -46,7 +46,8 @@ class ReviewData(SentenceData):
             raise ValueError(f"name is {name!r}, expected rotten_tomatoes or imdb.")
         if source not in get_args(Source):
             raise ValueError(f"source is {source!r}, expected folder or hub.")
-        self.name, self.root, self.source = str(name), root, source
+        self.name: str = name
+        self.root, self.source = root, source
 
     def load(self, part: str) -> list[Example]:
         part = "test" if part == "predict" else part

@@ -25,6 +25,7 @@ from recipes.apet.cells import (
     Cell,
     at_random,
     best_rate,
+    measure_at_rate,
     of_method,
     sampling_error,
     uncollapsed,
@@ -34,7 +35,7 @@ from recipes.apet.positions import tuned_in
 from recipes.apet.texts import text_score
 from recipes.claims import judge
 from recipes.cli import grid, presets
-from recipes.experiment import Run, Stage
+from recipes.experiment import Measuring, Run, Stage
 from recipes.records import Finished, at, best_of
 from recipes.results import Row, by_seed, tidy
 from recipes.runner import command_line
@@ -267,6 +268,16 @@ def test_the_rate_that_is_best_for_all_seeds_is_chosen():
     with pytest.raises(ValueError, match="val/accuracy was not logged"):
         trials[3].history = {"val/loss": [1.0]}
         chosen.read(trials)
+
+
+def test_the_score_is_that_of_the_rate_chosen(monkeypatch, tmp_path):
+    monkeypatch.setattr("recipes.apet.cells.measure_score", lambda m: iter(m.stages))
+    run = command_line(module_of("positions").EXPERIMENT, [])
+    trials = {}
+    for rate in (0.01, 0.001):
+        trials[f"at {rate}"] = Finished(tmp_path, 0)
+        trials[f"at {rate}"].settings = run.parsed("encoder", {"model.lr": rate})
+    assert list(measure_at_rate(Measuring(0, {"lr": 0.001}, trials, tmp_path))) == ["at 0.001"]
 
 
 def test_a_longer_run_of_positions_keeps_the_trials_and_trains_what_they_choose_anew(
