@@ -1,12 +1,15 @@
 """Film reviews, bad (0) or good (1): IMDB (Maas et al. 2011), Rotten Tomatoes (Pang & Lee 2005)."""
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from datamodules.loading import data_folder, hold_out
 from datamodules.tables import open_lines
 from datamodules.text import Example, SentenceData
 
+Source = Literal["folder", "hub"]
+HUB = {"rotten_tomatoes": "cornell-movie-review-data/rotten_tomatoes", "imdb": "stanfordnlp/imdb"}
 SHARES = (0.8, 0.9)  # of rt-polarity's lines, in file order, where train and val end
 
 
@@ -20,7 +23,11 @@ class ReviewData(SentenceData):
 
     Args:
         name: "rotten_tomatoes" (rt-polarity.pos, rt-polarity.neg) or "imdb" (train/pos/*.txt, …).
-        root: folder of the files; $RECIPES_DATA/<name> when None.
+        root: folder of the files; $RECIPES_DATA/<name> when None. With source "hub", a name that
+            `datasets` knows or a folder that it reads, with the columns `text` and `label`; the
+            set's name on the hub when None.
+        source: "folder" reads files as published; "hub" loads, and downloads, with `datasets`: the
+            same parts in another order.
         **kwargs: see `SentenceData`.
     """
 
@@ -31,26 +38,51 @@ class ReviewData(SentenceData):
         self,
         name: Literal["rotten_tomatoes", "imdb"],
         root: str | None = None,
+        source: Source = "folder",
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         if name not in ("rotten_tomatoes", "imdb"):
             raise ValueError(f"name is {name!r}, expected rotten_tomatoes or imdb.")
-        self.name, self.root = name, root
+        if source not in get_args(Source):
+            raise ValueError(f"source is {source!r}, expected folder or hub.")
+        self.name: str = name
+        self.root, self.source = root, source
 
     def load(self, part: str) -> list[Example]:
         part = "test" if part == "predict" else part
-        folder = data_folder(self.root, str(self.name))
         if self.name == "rotten_tomatoes":
-            return [
-                Example(line.strip(), None, label)
-                for label, ending in enumerate(("neg", "pos"))
-                for line in _share(open_lines(folder / f"rt-polarity.{ending}"), part)
-            ]
+            return self._rotten_tomatoes(part)
         if part == "test":
-            return read_imdb(folder / "test")
-        train, val = hold_out(read_imdb(folder / "train"), 0.1, self.seed)
+            return self._imdb("test")
+        train, val = hold_out(self._imdb("train"), 0.1, self.seed)
         return train if part == "train" else val
+
+    def _rotten_tomatoes(self, part: str) -> list[Example]:
+        if self.source == "hub":
+            return self._from_hub(part)
+        folder = data_folder(self.root, self.name)
+        return [
+            Example(line.strip(), None, label)
+            for label, ending in enumerate(("neg", "pos"))
+            for line in _share(open_lines(folder / f"rt-polarity.{ending}"), part)
+        ]
+
+    def _imdb(self, part: str) -> list[Example]:
+        if self.source == "hub":
+            return self._from_hub(part)
+        return read_imdb(data_folder(self.root, self.name) / part)
+
+    def _from_hub(self, part: str) -> list[Example]:
+        name, examples = self.root or HUB[self.name], []
+        for row in hub_rows(name, part):
+            if row.get("text") is None or row.get("label") not in (0, 1):
+                raise ValueError(
+                    f"{name} has a row {row}, expected a text and a label that is 0 or 1: correct "
+                    "--data.root."
+                )
+            examples.append(Example(_plain(row["text"]), None, int(row["label"])))
+        return examples
 
     def drawn(self, part: str) -> bool:
         return self.name == "imdb" and part in ("train", "val")
@@ -63,7 +95,7 @@ def read_imdb(folder: Path) -> list[Example]:
         FileNotFoundError: there are none.
     """
     examples = [
-        Example(file.read_text(encoding="utf-8").replace("<br />", " ").strip(), None, label)
+        Example(_plain(file.read_text(encoding="utf-8")), None, label)
         for label, kind in enumerate(("neg", "pos"))
         for file in sorted((folder / kind).glob("*.txt"))
     ]
@@ -73,6 +105,30 @@ def read_imdb(folder: Path) -> list[Example]:
             "them there, or set --data.root."
         )
     return examples
+
+
+def hub_rows(name: str, part: str) -> Iterable[dict[str, Any]]:
+    """The rows of a part of a set that `datasets` loads, by column.
+
+    Args:
+        name: on the hub, or a folder that `datasets` reads.
+        part: "train", "val" or "test".
+
+    Raises:
+        ImportError: `datasets` is not installed.
+    """
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ImportError(
+            "source hub needs the package datasets, which is not installed: pip install datasets, "
+            "or give a folder."
+        ) from error
+    return load_dataset(name, split="validation" if part == "val" else part)
+
+
+def _plain(text: str) -> str:
+    return text.replace("<br />", " ").strip()
 
 
 def _share(lines: list[str], part: str) -> list[str]:

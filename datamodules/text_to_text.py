@@ -13,12 +13,14 @@ Files, as published:
     SAMSum       train.json, val.json, test.json: [{"dialogue", "summary"}]
     Multi-News   train.src, train.tgt, val.src, …: a text on each line, the same lines in both
     columns      your own csv, tsv or jsonl, with the columns `text` and `target`
+
+All but the last can come through `datasets` too, by name (source "hub").
 """
 
 import json
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -28,9 +30,11 @@ from torch.utils.data import Dataset
 
 from datamodules.loading import data_folder, hold_out, require_share
 from datamodules.prompted import PromptedData
+from datamodules.reviews import hub_rows
 from datamodules.tables import open_lines, read_table
 from datamodules.tokens import encode, filling, framed, pad
 
+Source = Literal["folder", "hub", "generated"]
 Form = Literal["squad", "nq_open", "samsum", "multi_news", "columns"]
 
 
@@ -53,9 +57,11 @@ class TextToTextData(PromptedData):
 
     Args:
         form: format of the files, see the module's description.
-        root: folder of the files; $RECIPES_DATA/<form> when None.
-        source: "folder" reads `root`; "generated" writes a few questions in NQ-Open's form with
-            `write_nq_open` and reads those.
+        root: folder of the files; $RECIPES_DATA/<form> when None. With source "hub", a name that
+            `datasets` knows or a folder that it reads, with the columns of the published set; the
+            set's name on the hub when None.
+        source: "folder" reads `root`; "hub" loads, and downloads, with `datasets`; "generated"
+            writes a few questions in NQ-Open's form with `write_nq_open` and reads those.
         files: names of the train, val and test files, if they differ from the published ones
             (required for "columns"); without a test file the val file is the test part.
         encoder_decoder: whether the model is an encoder–decoder, such as T5.
@@ -70,7 +76,7 @@ class TextToTextData(PromptedData):
         self,
         form: Form,
         root: str | None = None,
-        source: Literal["folder", "generated"] = "folder",
+        source: Source = "folder",
         files: dict[str, str] | None = None,
         encoder_decoder: bool = False,
         target_length: int = 64,
@@ -80,13 +86,18 @@ class TextToTextData(PromptedData):
         super().__init__(**kwargs)
         if form not in get_args(Form):
             raise ValueError(f"form is {form!r}, expected one of {', '.join(get_args(Form))}.")
+        if source not in get_args(Source):
+            raise ValueError(f"source is {source!r}, expected folder, hub or generated.")
+        if source == "hub" and (form not in HUB or files):
+            raise ValueError(
+                f"form is {form!r} and files is {files}, expected one of {', '.join(HUB)} without "
+                "files, which `datasets` loads: set --data.source folder to read your own."
+            )
         if form == "columns" and not {"train", "val"} <= set(files or ()):
             raise ValueError(
                 f"files is {files}, expected the names of your train and val files: set "
                 '--data.files \'{"train": "train.csv", "val": "val.csv"}\'.'
             )
-        if source not in ("folder", "generated"):
-            raise ValueError(f"source is {source!r}, expected folder or generated.")
         if source == "generated" and (form != "nq_open" or files):
             raise ValueError(
                 f"form is {form!r} and files is {files}, expected nq_open without files, which the "
@@ -111,7 +122,10 @@ class TextToTextData(PromptedData):
         return self.val_fraction > 0 and part in ("train", "val")
 
     def _official(self, part: str) -> list[Pair]:
-        name = self.names.get(part) or self.names["val"]
+        part = part if part in self.names else "val"
+        if self.source == "hub":
+            return list(read_hub(self.form, self.root or HUB[self.form], part))
+        name = self.names[part]
         if self.source == "generated":
             with tempfile.TemporaryDirectory() as scratch:
                 return list(read_nq_open(write_nq_open(scratch, self.seed) / name))
@@ -179,9 +193,9 @@ def read_squad(path: Path) -> Iterator[Pair]:
         for article in _json(path)["data"]:
             for paragraph in article["paragraphs"]:
                 for question in paragraph["qas"]:
+                    answers = [answer["text"] for answer in question["answers"]]
                     text = f"{question['question']} {paragraph['context']}"
-                    for answer in dict.fromkeys(a["text"] for a in question["answers"]):
-                        yield Pair(text, answer)
+                    yield from _answered(text, answers)
 
 
 def read_nq_open(path: Path) -> Iterator[Pair]:
@@ -190,8 +204,7 @@ def read_nq_open(path: Path) -> Iterator[Pair]:
         for number, line in enumerate(open_lines(path), start=1):
             if line.strip():
                 row = _parse(line, f"{path}, line {number}")
-                for answer in dict.fromkeys(row["answer"]):
-                    yield Pair(row["question"], answer)
+                yield from _answered(row["question"], row["answer"])
 
 
 def read_samsum(path: Path) -> Iterator[Pair]:
@@ -223,7 +236,41 @@ def read_multi_news(path: Path) -> Iterator[Pair]:
             "expected equal numbers: fetch both files of one release."
         )
     for source, target in zip(sources, targets, strict=True):
-        yield Pair(source.replace("NEWLINE_CHAR", " "), target.removeprefix("– "))
+        yield _summarised(source.replace("NEWLINE_CHAR", "\n"), target)
+
+
+def _answered(text: str, answers: Iterable[str]) -> Iterator[Pair]:
+    return (Pair(text, answer) for answer in dict.fromkeys(answers))
+
+
+def _summarised(articles: str, summary: str) -> Pair:
+    """A pair of Multi-News, on one line each."""
+    return Pair(articles.replace("\n", " "), summary.removeprefix("– "))
+
+
+def read_hub(form: str, name: str, part: str) -> Iterator[Pair]:
+    """Pairs of a set that `datasets` loads, as its files give them.
+
+    Args:
+        form: a key of HUB.
+        name: on the hub, or a folder that `datasets` reads.
+        part: "train", "val" or "test".
+
+    Raises:
+        ValueError: it has other columns.
+    """
+    rows = hub_rows(name, part)
+    with _shape(Path(name), f"{HUB[form]}'s"):
+        for row in rows:
+            if form == "squad":
+                text = f"{row['question']} {row['context']}"
+                yield from _answered(text, row["answers"]["text"])
+            elif form == "nq_open":
+                yield from _answered(row["question"], row["answer"])
+            elif form == "samsum":
+                yield Pair(row["dialogue"], row["summary"])
+            else:
+                yield _summarised(row["document"], row["summary"])
 
 
 def read_columns(path: Path) -> Iterator[Pair]:
@@ -238,6 +285,14 @@ READERS: Mapping[str, Callable[[Path], Iterator[Pair]]] = {
     "samsum": read_samsum,
     "multi_news": read_multi_news,
     "columns": read_columns,
+}
+HUB: Mapping[str, str] = {  # names in `datasets`
+    "squad": "rajpurkar/squad",
+    "nq_open": "google-research-datasets/nq_open",
+    # copies: Samsung/samsum is gone (huggingface/datasets#7573), and alexfabbri/multi_news is a
+    # script, which datasets 4 does not run (huggingface/datasets#7746)
+    "samsum": "knkarthick/samsum",
+    "multi_news": "Awesome075/multi_news_parquet",
 }
 FILES: Mapping[str, dict[str, str]] = {
     "squad": {"train": "train.json", "val": "dev.json"},

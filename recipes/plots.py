@@ -175,6 +175,44 @@ def curves(
                         axis.axvline(at, color=color, linestyle=style, label=label)
 
 
+def groups(
+    table: pd.DataFrame,
+    path: Path,
+    metric: str,
+    names: Sequence[str],
+    *,
+    series: str = "row",
+    panel: str = "",
+    titles: Mapping[str, str] | None = None,
+    scale: float = 1.0,
+    ylabel: str = "",
+) -> None:
+    """Plot a metric by groups, in each of which the series stand side by side.
+
+    Every value is a pale dot; a bar is their mean, with one standard deviation on each side.
+
+    Args:
+        names: titles of the groups; `x` in the table is a group's place among them.
+        table, path, metric, series, panel, titles, scale, ylabel: see `scatter`. Here a series may
+            have several values of a seed in a group.
+    """
+    with _figure(table, metric, {"": ""}, panel, path, ylabel, log=False) as panels:
+        for axis, _, part in panels:
+            drawn = list(_series(part, metric, series, titles))
+            for number, (name, title, color) in enumerate(drawn):
+                lines = select(part, {series: name, "metric": metric})
+                shift = 0.8 * ((number + 0.5) / len(drawn) - 0.5)
+                axis.plot(lines["x"] + shift, lines["value"] * scale, "o", color=color, alpha=0.3)
+                values = {x: one["value"] * scale for x, one in lines.groupby("x")}
+                means = [one.mean() for one in values.values()]
+                error = [_deviation(one) for one in values.values()]
+                places = [x + shift for x in values]
+                axis.errorbar(places, means, error, fmt="_", capsize=3, color=color, label=title)
+            turned = {"rotation": 30, "ha": "right"} if len(names) > 4 else {}
+            axis.set_xticks(range(len(names)), names, **turned)
+            axis.set_xlim(-0.5, len(names) - 0.5)
+
+
 def save_plot(figure: "plt.Figure", path: Path) -> None:
     """Write a figure as PNG and close it."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -208,8 +246,16 @@ def _figure(
         panels.append((axis, cost, part))
     yield panels
     axes[0][0].set_ylabel(ylabel or metric)
-    if axes[0][-1].get_legend_handles_labels()[0]:
-        axes[0][-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize="small")
+    shown_series = {
+        label: handle
+        for axis in axes[0]
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    if shown_series:  # of all panels: the last one may lack some
+        axes[0][-1].legend(
+            shown_series.values(), shown_series.keys(),
+            loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize="small",
+        )  # fmt: skip
     else:  # as after a run with --only, whose report is written all the same
         axes[0][-1].text(0.5, 0.5, "not measured", ha="center", transform=axes[0][-1].transAxes)
     save_plot(figure, path)

@@ -1,5 +1,7 @@
 """Shared by APET's experiments; a cell is one model tuned on one task by one method."""
 
+import math
+import statistics
 from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +12,8 @@ from recipes.claims import Comparison
 from recipes.experiment import Measurement, Measuring, Run, Stage
 from recipes.flags import names_in
 from recipes.methods import measure_majority, measure_score
-from recipes.records import Finished
+from recipes.nodes import Later
+from recipes.records import Finished, at, best
 from recipes.results import Row
 from recipes.tables import COLLAPSED
 
@@ -44,6 +47,19 @@ VARIED = (
     "data.label_words",
 )
 GRID = "apet_grid"
+ONE_SIDED = 1.6449  # standard errors: 95 % on one side
+
+
+def sampling_error(share: float, examples: int) -> float:
+    """How far a score may lie from its true value by the choice of the test examples alone.
+
+    The one-sided 95 % bound of a share of right answers p among n examples, 1.64·√(p(1 − p)/n).
+
+    Args:
+        share: p, between 0 and 1.
+        examples: n.
+    """
+    return ONE_SIDED * math.sqrt(share * (1 - share) / examples)
 
 
 def options(parser: ArgumentParser, names: Sequence[str] = ("models", "tasks")) -> None:
@@ -75,7 +91,8 @@ class Cell:
         row: of the table; the method's name, or that of a budget or draw.
         settings: of the method.
         seed: of the training.
-        like: the cell whose trials choose the learning rate; None: this cell's own.
+        like: the cells whose trials choose the learning rate, by their mean held-out score; if
+            none, this cell's own with seed 0.
     """
 
     model: str
@@ -83,7 +100,7 @@ class Cell:
     row: str
     settings: Mapping[str, Any]
     seed: int
-    like: "Cell | None" = None
+    like: "tuple[Cell, ...]" = ()
 
     @property
     def set(self) -> str:
@@ -107,34 +124,71 @@ def at_random(budget: int, seed: int) -> dict[str, Any]:
 
 
 def train(run: Run, grid: Mapping[str, Any], cell: Cell) -> list[Stage]:
-    """Declare the trainings of a cell; the one that is best on the held-out part is scored later.
+    """Declare the trainings of a cell; if there are several, `score` takes one of them.
 
-    If the grid has several learning rates, seed 0 trains with each of them. Other seeds, and cells
-    that are `like` another, train once, with the rate that was best there.
+    If the grid has several learning rates, the cells that `cell` is like train with each of them;
+    other cells train once, with the rate that was best there.
     """
-    config, varied, settings = _settings(run, grid, cell)
-    entry = grid["models"][cell.model]
-    # in order of precedence: the method's settings, the method's rates, the model's, the stage's
-    rates = entry.get("rates", grid["rates"][entry["config"]])
-    rates = grid["rates"].get(varied["model.method"], rates)
-    rates = [settings.pop("model.lr")] if "model.lr" in settings else rates
+    rates, config, varied, settings = _rates(run, grid, cell)
     if len(rates) == 1:
         settings["model.lr"] = rates[0]
         return [run.stage(cell.name, config, cell.seed, varied, settings)]
-    first = replace(cell.like or cell, seed=0, like=None)
-    _, fixed, _ = _settings(run, grid, first)
-    trials = [
-        run.stage(f"{first.name} lr {rate:g}", config, 0, {**fixed, "model.lr": rate}, settings)
+    if replace(cell, like=()) in _like(cell):
+        return _trials(run, grid, cell)
+    settings["model.lr"] = best_rate(run, grid, cell)
+    return [run.stage(cell.name, config, cell.seed, varied, settings)]
+
+
+def best_rate(run: Run, grid: Mapping[str, Any], cell: Cell) -> Later:
+    """The learning rate whose trials are best on the held-out part, in the mean over their seeds.
+
+    The loss counts for free text, the task's metric otherwise.
+    """
+    trials = [trial for like in _like(cell) for trial in _trials(run, grid, like)]
+    metric, mode = f"val/{grid['metrics'][cell.task]}", "max"
+    if is_free_text(grid, cell.task):
+        metric, mode = "val/loss", "min"
+
+    def read(finished: list[Finished]) -> float:
+        scores: dict[float, list[float]] = {}
+        for trial in finished:
+            if metric not in trial.history:
+                known = ", ".join(trial.history)
+                raise ValueError(f"{metric} was not logged: expected one of {known}")
+            score = best(trial.history[metric][-1:], mode)  # of the checkpoint that is scored
+            scores.setdefault(at(trial.settings, "model.lr"), []).append(score)
+        means = {rate: statistics.fmean(values) for rate, values in scores.items()}
+        return (max if mode == "max" else min)(means, key=lambda rate: means[rate])
+
+    over = ", mean over seeds" if len(_like(cell)) > 1 else ""
+    like = at(trials[0].parsed(), "model.lr")
+    return Later(tuple(trials), read, f"model.lr of the {mode} {metric}{over}", like)
+
+
+def _like(cell: Cell) -> tuple[Cell, ...]:
+    return cell.like or (replace(cell, seed=0),)
+
+
+def _trials(run: Run, grid: Mapping[str, Any], cell: Cell) -> list[Stage]:
+    """Declare a training of the cell with each learning rate."""
+    rates, config, varied, settings = _rates(run, grid, cell)
+    return [
+        run.stage(
+            f"{cell.name} lr {rate:g}", config, cell.seed, {**varied, "model.lr": rate}, settings
+        )
         for rate in rates
     ]
-    if replace(cell, like=None) == first:
-        return trials
-    metric = f"val/{grid['metrics'][cell.task]}"
-    if is_free_text(grid, cell.task):
-        settings |= run.best(trials, "val/loss", ["model.lr"], "min")
-    else:
-        settings |= run.best(trials, metric, ["model.lr"])
-    return [run.stage(cell.name, config, cell.seed, varied, settings)]
+
+
+def _rates(
+    run: Run, grid: Mapping[str, Any], cell: Cell
+) -> tuple[Sequence[float], str, dict[str, Any], dict[str, Any]]:
+    """A cell's learning rates, and what `_settings` returns."""
+    config, varied, settings = _settings(run, grid, cell)
+    entry = grid["models"][cell.model]
+    # in order of precedence: the method's, the model's, the stage's
+    rates = entry.get("rates", grid["rates"][entry["config"]])
+    return grid["rates"].get(varied["model.method"], rates), config, varied, settings
 
 
 def is_free_text(grid: Mapping[str, Any], task: str) -> bool:
@@ -177,11 +231,24 @@ def pretrain(run: Run, grid: Mapping[str, Any], model: str) -> Stage:
 
 def score(run: Run, grid: Mapping[str, Any], cell: Cell) -> Measurement:
     """Declare a cell's trainings and the measurement of its score."""
-    scoring = {"set": cell.set, "metric": grid["metrics"][cell.task], "part": grid["part"]}
-    nodes = {f"stage {place}": stage for place, stage in enumerate(train(run, grid, cell))}
-    settings = {**scoring, "row": cell.row}
+    settings = {"set": cell.set, "metric": grid["metrics"][cell.task], "part": grid["part"]}
+    settings["row"] = cell.row
+    trained = train(run, grid, cell)
+    nodes = {f"stage {place}": stage for place, stage in enumerate(trained)}
     function = measure_texts if is_free_text(grid, cell.task) else measure_score
+    if len(trained) > 1 and len(cell.like) > 1:
+        settings["lr"], function = best_rate(run, grid, cell), measure_at_rate
     return run.measure(f"{cell.name} score", cell.seed, function, nodes, settings)
+
+
+def measure_at_rate(m: Measuring) -> Iterator[Row]:
+    """The score, as by `measure_score`, of the training whose learning rate is the setting `lr`."""
+    chosen = {
+        name: stage
+        for name, stage in m.stages.items()
+        if at(stage.settings, "model.lr") == m.settings["lr"]
+    }
+    return measure_score(replace(m, stages=chosen))
 
 
 def majority(run: Run, grid: Mapping[str, Any], cell: Cell) -> Measurement:

@@ -1,13 +1,17 @@
 """How many tunable parameters are enough? (Section 5.3, Fig. 5)
 
 Measures the score against the number of trainable parameters, at random positions. Each seed's
-curve gives two thresholds: `low`, the smallest count from which on the score stays above guessing,
-and `high`, the smallest count from which on it stays level with full fine-tuning. Both allow for
-the sampling error of a test part of n examples: 1.64·√(p(1 − p)/n), the one-sided 95 % bound. Where
-no count of the sweep reaches a threshold, it has no value for that seed; a claim is judged only on
-tasks where both models reach it with every seed. Guessing means always answering the commonest
-class. The paper's guessing score, 100 % divided by the number of classes, is lower: on MRPC a
-constant answer exceeds it.
+curve gives two thresholds: `low`, the count from which on the score stays above guessing, and
+`high`, the count from which on it stays level with full fine-tuning. Both allow for the sampling
+error of a test part of n examples: 1.64·√(p(1 − p)/n), the one-sided 95 % bound. Between two counts
+of the sweep the curve is taken to be straight over log₁₀ of the count, so a threshold lies where
+that line crosses the level. If the whole curve is above the level, the threshold is the smallest
+count of the sweep; if its end is below, the seed has no threshold. A claim is judged only on tasks
+where both models have one with every seed. Guessing means always answering the commonest class. The
+paper's guessing score, 100 % divided by the number of classes, is lower: on MRPC a constant answer
+exceeds it.
+
+Full fine-tuning has trials of its own, as many as each count has.
 
     python -m recipes.apet.counts                  generated sentences, on a CPU
     make weights && python -m recipes.apet.counts --preset small --seeds 3 --jobs 2
@@ -15,7 +19,7 @@ constant answer exceeds it.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +36,7 @@ from recipes.apet.cells import (
     majority,
     of_method,
     options,
+    sampling_error,
     score,
     values_of,
 )
@@ -40,11 +45,10 @@ from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
 from recipes.plots import curves
 from recipes.provenance import provenance
-from recipes.results import Row, by_seed, select
+from recipes.results import Row, by_seed, difference, select
 from recipes.runner import run_experiment
 from recipes.tables import Table, summary
 
-ONE_SIDED = 1.6449  # standard errors: 95 % on one side
 PAPER = {  # Fig. 5, low thresholds
     "BERT-large": "8.0e2 to 3.2e3",
     "BERT-small": "4.0e2 to 1.6e3",
@@ -71,7 +75,7 @@ def declare(run: Run) -> None:
                 for budget in settings["budgets"]:
                     first = Cell(model, task, f"{budget}", in_all(budget, 0), 0)
                     drawn = replace(first, settings=in_all(budget, seed), seed=seed)
-                    nodes[f"{budget}"] = score(run, grid, replace(drawn, like=first))
+                    nodes[f"{budget}"] = score(run, grid, replace(drawn, like=(first,)))
                 name, given = f"{task} {model} thresholds", {"row": model, "set": task}
                 run.measure(name, seed, measure_thresholds, nodes, given)
 
@@ -86,7 +90,11 @@ def in_all(budget: int, seed: int) -> dict[str, Any]:
 
 
 def measure_thresholds(m: Measuring) -> Iterator[Row]:
-    """The curve of one seed, and its two thresholds as decimal logarithms of the count."""
+    """The curve of one seed, and its two thresholds as decimal logarithms of the count.
+
+    The levels that they are read at follow from `guessing`, `full` and `scored`, the number of
+    examples in the test part.
+    """
     scores = {name: values_of(node) for name, node in m.stages.items()}
     guess, full = (scores.pop(name) for name in ("majority", "full"))
     curve = {int(name): values["score"] for name, values in scores.items()}
@@ -95,16 +103,16 @@ def measure_thresholds(m: Measuring) -> Iterator[Row]:
         yield Row(row=row, set=name, metric="curve", x=count, value=value)
     yield Row(row=row, set=name, metric="guessing", value=guess["score"])
     yield Row(row=row, set=name, metric="full", value=full["score"])
-    counts_reached = thresholds(curve, guess["score"], full["score"], int(full["scored"]))
-    for metric, reached in counts_reached.items():
-        yield Row(row=row, set=name, metric=f"{metric} reached", value=reached is not None)
-        if reached is not None:
-            yield Row(row=row, set=name, metric=metric, value=math.log10(reached))
+    yield Row(row=row, set=name, metric="scored", value=full["scored"])
+    found = thresholds(curve, guess["score"], full["score"], int(full["scored"]))
+    for metric, logarithm in found.items():
+        yield Row(row=row, set=name, metric=f"{metric} reached", value=logarithm is not None)
+        yield Row(row=row, set=name, metric=metric, value=logarithm)
 
 
 def thresholds(
     curve: Mapping[int, float], guess: float, full: float, examples: int
-) -> dict[str, int | None]:
+) -> dict[str, float | None]:
     """The counts from which on a curve stays above guessing, and level with full fine-tuning.
 
     Args:
@@ -114,22 +122,33 @@ def thresholds(
         examples: number of examples in the test part.
 
     Returns:
-        `low` and `high`; None for a threshold that is not reached.
+        log₁₀ of the counts `low` and `high`; None for a threshold that is not reached.
     """
+    # a score equal to the level is level with full fine-tuning, but not above guessing
+    low, high = guess + sampling_error(guess, examples), full - sampling_error(full, examples)
+    return {
+        "low": _crossing(curve, low, lambda score: score > low),
+        "high": _crossing(curve, high, lambda score: score >= high),
+    }
 
-    def error(share: float) -> float:
-        return ONE_SIDED * math.sqrt(share * (1 - share) / examples)
 
-    levels = {"low": guess + error(guess), "high": full - error(full)}
-    smallest: dict[str, int | None] = {}
-    for name, level in levels.items():
-        smallest[name] = None
-        for count in sorted(curve, reverse=True):
-            # a score equal to the level is level with full fine-tuning, but not above guessing
-            if curve[count] < level or (name == "low" and curve[count] == level):
-                break
-            smallest[name] = count
-    return smallest
+def _crossing(
+    curve: Mapping[int, float], level: float, holds: Callable[[float], bool]
+) -> float | None:
+    """log₁₀ of the count from which on a curve stays where `holds` is true of its scores.
+
+    It lies on the straight line, over log₁₀ of the count, between the last score that does not
+    hold and the next.
+    """
+    counts = sorted(curve)
+    failing = [place for place, count in enumerate(counts) if not holds(curve[count])]
+    if not failing:
+        return math.log10(counts[0])
+    if failing[-1] == len(counts) - 1:
+        return None
+    below, above = counts[failing[-1]], counts[failing[-1] + 1]
+    part = (level - curve[below]) / (curve[above] - curve[below])
+    return math.log10(below) + part * math.log10(above / below)
 
 
 def report(table: pd.DataFrame, run: Run) -> list[str]:
@@ -137,7 +156,12 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     settings = run.grid(GRID)["counts"]
     models, tasks = (chosen(run, what, settings[what]) for what in ("models", "tasks"))
     rows = [
-        [model, task, *(_threshold(table, run, model, task, name) for name in ("low", "high"))]
+        [
+            model,
+            task,
+            *_threshold(table, run, model, task, "low"),
+            *_threshold(table, run, model, task, "high"),
+        ]
         for task in tasks
         for model in models
     ]
@@ -152,10 +176,11 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     return [
         f"# The number of tunable parameters, preset {run.preset}",
         provenance(run, table),
-        "Log₁₀ of the smallest count of the sweep from which on the score stays above guessing "
-        "(low) and level with full fine-tuning (high), allowing for the sampling error of the test "
-        "part; mean ± standard deviation over the seeds that reach it; in brackets how many do.",
-        Table(["model", "task", "low", "high"], rows).markdown(),
+        "Log₁₀ of the count from which on the score stays above guessing (low) and level with full "
+        "fine-tuning (high), allowing for the sampling error of the test part. Between two counts "
+        "of the sweep the curve is taken to be straight. Mean ± standard deviation over the seeds "
+        "that reach it, in brackets how many do; and the 95 % interval of the mean (Student's t).",
+        Table(["model", "task", "low", "95 %", "high", "95 %"], rows).markdown(),
         "![Score against the number of trainable parameters](counts.png)",
         "Vertical lines are at the median threshold over the seeds that reach it.",
         "**The paper's Fig. 5**, low thresholds over its tasks:",
@@ -178,10 +203,13 @@ def with_levels(table: pd.DataFrame, levels: Mapping[str, tuple[str, str]]) -> p
     return pd.concat(parts, ignore_index=True)
 
 
-def _threshold(table: pd.DataFrame, run: Run, model: str, task: str, name: str) -> str:
+def _threshold(table: pd.DataFrame, run: Run, model: str, task: str, name: str) -> list[str]:
+    """A threshold over seeds, and the 95 % interval of its mean; "" for the interval of one."""
     values = by_seed(table, name, {"row": model, "set": task})
     text = summary(values, digits=2) if len(values) else "not reached"
-    return f"{text} ({len(values)} of {len(run.seeds)})"
+    mean = difference(values, 0.0)
+    interval = f"{mean.low:.2f} to {mean.high:.2f}" if mean.n > 1 else ""
+    return [f"{text} ({len(values)} of {len(run.seeds)})", interval]
 
 
 def claims(small: str, large: str, preset: str) -> list[Claim]:

@@ -4,6 +4,13 @@ Tunes as many parameters as Prompt, BitFit, LoRA and Adapter have, but at random
 draws, in a small and in a large model. The deviation between the draws shows how much positions
 matter. Every seed draws other positions.
 
+Where the grid has several learning rates, each of them is tried on the first draw of every seed, as
+often for each budget and model, full fine-tuning included. The rate with the best mean score over
+the seeds, on the held-out part, is used for all draws and seeds: a rate that is good for one seed
+may be too high for another, whose trainings then fail. With more seeds than before, the rate is
+chosen anew: the trials of earlier seeds are kept, and everything that was trained at the rate they
+chose alone is trained again, even if the choice stays the same. Start with the final --seeds.
+
     python -m recipes.apet.positions                  generated sentences, on a CPU
     make weights && python -m recipes.apet.positions --preset small --seeds 2 --jobs 2
     python -m recipes.apet.positions --preset paper --seeds 3   BERT-small and BERT-large
@@ -11,6 +18,7 @@ matter. Every seed draws other positions.
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -39,9 +47,10 @@ from recipes.apet.cells import (
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
+from recipes.plots import groups
 from recipes.provenance import provenance
 from recipes.records import type_of
-from recipes.results import Row
+from recipes.results import Row, select
 from recipes.runner import run_experiment
 from recipes.tables import Column, tabulate
 
@@ -50,22 +59,24 @@ def declare(run: Run) -> None:
     """Declare trainings at random positions for each budget, and the deviation between draws."""
     grid = run.grid(GRID)
     settings = grid["positions"]
-    rows = run.rows(PET)
+    rows, draws = run.rows(PET), settings["draws"]
     for seed in run.seeds:
         for model in chosen(run, "models", settings["models"]):
             for task in chosen(run, "tasks", settings["tasks"]):
                 scores: dict[str, dict[str, Any]] = {}
                 for row in rows:
                     budget = budget_of(run, grid, model, row)
-                    first = Cell(model, task, f"APET {row} 0", at_random(budget, 0), 0)
-                    draws = settings["draws"]
-                    drawn = [
-                        Cell(
-                            model, task, f"APET {row} {n}", at_random(budget, seed * draws + n),
-                            seed, first,
-                        )
-                        for n in range(draws)
-                    ]  # fmt: skip
+                    cells = {
+                        k: [
+                            Cell(
+                                model, task, f"APET {row} {n}", at_random(budget, k * draws + n), k
+                            )
+                            for n in range(draws)
+                        ]
+                        for k in run.seeds
+                    }  # fmt: skip
+                    trials = tuple(of_seed[0] for of_seed in cells.values())
+                    drawn = [replace(cell, like=trials) for cell in cells[seed]]
                     scores[row] = {cell.row: score(run, grid, cell) for cell in drawn}
                     name = f"{task} {model} {row} spread"
                     given = {
@@ -77,8 +88,10 @@ def declare(run: Run) -> None:
                     run.measure(name, seed, measure_spread, scores[row], given)
                 if scores.keys() != set(PET):
                     continue
-                full = Cell(model, task, "full", of_method(grid, "full", model), seed)
-                gain(run, grid, full)
+                fulls = tuple(
+                    Cell(model, task, "full", of_method(grid, "full", model), k) for k in run.seeds
+                )
+                gain(run, grid, replace(fulls[seed], like=fulls))
                 every = {f"{row} {key}": n for row, s in scores.items() for key, n in s.items()}
                 name = f"{task} {model} mean spread"
                 run.measure(name, seed, measure_mean_spread, every, {"row": model, "set": task})
@@ -129,7 +142,7 @@ def measure_mean_spread(m: Measuring) -> Iterator[Row]:
 
 
 def report(table: pd.DataFrame, run: Run) -> list[str]:
-    """Spread by budget and model."""
+    """Spread by budget and model, and every draw's score."""
     settings = run.grid(GRID)["positions"]
     models, tasks = (chosen(run, what, settings[what]) for what in ("models", "tasks"))
     missing = [METHODS[row] for row in PET if row not in set(table["row"])]
@@ -148,6 +161,11 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         + [Column("mean", "deviation", mean_over="set", digits=2)],
         heading="model",
     )  # fmt: skip
+    groups(
+        by_budget(table, tasks, models), run.out / "positions.png", "score",
+        [METHODS[row] for row in PET], panel="set", titles={model: model for model in models},
+        scale=100, ylabel="score, %",
+    )  # fmt: skip
     return [
         f"# Positions of the tunable parameters, preset {run.preset}",
         provenance(run, table),
@@ -160,8 +178,22 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         if missing
         else "**Between draws, over the four budgets**, in points:",
         deviation.markdown(),
+        "![Score of every draw by budget and model](positions.png)",
+        "A dot is one draw of one seed; bars are mean ± standard deviation over all of them.",
         "Paper, Fig. 4: positions matter in a small model and hardly in a large one.",
     ]
+
+
+def by_budget(table: pd.DataFrame, tasks: Sequence[str], models: Sequence[str]) -> pd.DataFrame:
+    """The draws' scores for the plot: `set` the task, `row` the model, `x` the budget's place."""
+    parts = []
+    for task in tasks:
+        for model in models:
+            scores = select(table, {"metric": "score", "set": f"{task}, {model}"})
+            for place, row in enumerate(PET):
+                drawn = scores[scores["row"].str.startswith(f"APET {row} ")]
+                parts.append(drawn.assign(set=task, row=model, x=float(place)))
+    return pd.concat(parts)
 
 
 CLAIMS = [

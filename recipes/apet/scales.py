@@ -2,6 +2,8 @@
 
 Trains four parameter-efficient methods and full fine-tuning on models of growing size. For each
 model, task and seed it measures the standard deviation between the four methods' scores, in points.
+Where the grid has several learning rates, every method has as many trials, full fine-tuning
+included.
 
     python -m recipes.apet.scales                  generated sentences, on a CPU
     make weights && python -m recipes.apet.scales --preset small --seeds 3 --jobs 2
@@ -9,7 +11,7 @@ model, task and seed it measures the standard deviation between the four methods
 """
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pandas as pd
 
@@ -33,9 +35,9 @@ from recipes.apet.cells import (
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
-from recipes.plots import scatter
+from recipes.plots import groups
 from recipes.provenance import provenance
-from recipes.results import Row
+from recipes.results import Row, select
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
 
@@ -126,20 +128,30 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         ]
         shown = tabulate(table, METHODS, columns, heading="method")
         parts += [f"**{task}**, {grid['metrics'][task]} in %:", shown.markdown()]
-    sets = [f"{tasks[0]}, {model}" for model in models if fits(grid, model, tasks[0])]
-    scatter(
-        table, run.out / "scales.png", "score", {"tuned": "tuned parameters"}, panel="set",
-        where={"set": sets}, titles=METHODS, baselines=["majority"], scale=100, log=True,
-        ylabel="score, %",
+    groups(
+        by_model(table, tasks, models), run.out / "scales.png", "score", models, panel="set",
+        titles=METHODS, scale=100, ylabel="score, %",
     )  # fmt: skip
     return [
         *parts,
-        "![Score against tuned parameters](scales.png)",
+        "![Score by model and method](scales.png)",
+        "A dot is one seed; bars are mean ± standard deviation over seeds.",
         "**The paper's Fig. 2**: the same deviation, mean over its tasks.",
         Table(
             ["models", "deviation, smallest to largest"], [list(r) for r in FIG_2.items()]
         ).markdown(),
     ]
+
+
+def by_model(table: pd.DataFrame, tasks: Sequence[str], models: Sequence[str]) -> pd.DataFrame:
+    """The scores for the plot: `set` is the task, and `x` the model's place among `models`."""
+    return pd.concat(
+        select(table, {"metric": "score", "set": f"{task}, {model}"}).assign(
+            set=task, x=float(place)
+        )
+        for task in tasks
+        for place, model in enumerate(models)
+    )
 
 
 def falls(small: str, large: str, preset: str) -> Claim:

@@ -1,5 +1,8 @@
 """Reviews of films, and sentences as prompts with label words."""
 
+import json
+import sys
+
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -32,6 +35,56 @@ def test_imdb_is_read_from_its_folders(tmp_path):
     assert data.examples("test")[0] == ("neg test 0", None, 0)
     with pytest.raises(FileNotFoundError, match=r"no neg/\*\.txt"):
         ReviewData("imdb", root=str(tmp_path / "test")).examples("train")
+
+
+@pytest.mark.parametrize("name", ["rotten_tomatoes", "imdb"])
+def test_reviews_by_a_name_that_datasets_knows(name, tmp_path):
+    """Here a folder in its form; IMDB has no validation part, so that a tenth is held out."""
+    pytest.importorskip("datasets")
+    parts = {"train": 20, "validation": 3, "test": 4}
+    for part, count in parts.items():
+        if (name, part) != ("imdb", "validation"):
+            rows = [{"text": f" {part}<br />{n} ", "label": n % 2} for n in range(count)]
+            (tmp_path / f"{part}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    data = ReviewData(name, root=str(tmp_path), source="hub")
+    sizes = [len(data.examples(part)) for part in ("train", "val", "test")]
+    assert sizes == ([20, 3, 4] if name == "rotten_tomatoes" else [18, 2, 4])
+    assert data.examples("test")[:2] == [("test 0", None, 0), ("test 1", None, 1)]
+    assert data.drawn("val") == (name == "imdb")
+
+
+def test_the_hub_is_asked_for(monkeypatch, tmp_path):
+    asked = []
+
+    def rows(name, part):
+        asked.append((name, part))
+        return [{"text": "good", "label": 1}]
+
+    monkeypatch.setattr("datamodules.reviews.hub_rows", rows)
+    with pytest.raises(FileNotFoundError):
+        ReviewData("imdb", root=str(tmp_path)).examples("test")
+    assert not asked
+    ReviewData("imdb", source="hub").examples("test")
+    ReviewData("rotten_tomatoes", source="hub").examples("val")
+    assert asked == [
+        ("stanfordnlp/imdb", "test"),
+        ("cornell-movie-review-data/rotten_tomatoes", "val"),
+    ]
+    with pytest.raises(ValueError, match="source is 'web', expected folder or hub"):
+        ReviewData("imdb", source="web")
+
+
+@pytest.mark.parametrize("row", [{"review": "a", "label": 1}, {"text": "a", "label": -1}])
+def test_a_set_that_has_no_reviews_is_said(row, monkeypatch):
+    monkeypatch.setattr("datamodules.reviews.hub_rows", lambda name, part: [row])
+    with pytest.raises(ValueError, match="expected a text and a label that is 0 or 1"):
+        ReviewData("imdb", source="hub").examples("test")
+
+
+def test_a_missing_package_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match="pip install datasets, or give a folder"):
+        ReviewData("imdb", source="hub").examples("test")
 
 
 def test_sentences_become_prompts_with_label_words():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from datamodules.loading import IGNORED
+from datamodules.text_to_text import FILES as NAMES
 from datamodules.text_to_text import TextToTextData
 from datamodules.tokens import encode
 
@@ -126,10 +127,67 @@ def test_the_description_gives_the_prompts_of_training(encoder_decoder, tmp_path
     assert prompts == data.encode_prompts(texts)
 
 
+HUB_ROWS = {
+    "squad": [
+        {"question": "What is blue?", "context": "The sky is blue.", "answers": {"text": texts}}
+        for texts in (["The sky", "sky", "sky"], [])
+    ],
+    "nq_open": [{"question": "who wrote it", "answer": ["A. B.", "Ann B."]}],
+    "samsum": [{"id": "1", "dialogue": "A: hi\r\nB: ho", "summary": "They greet."}],
+    "multi_news": [
+        {"document": "one \n two", "summary": "– first"},
+        {"document": "three", "summary": "second"},
+    ],
+}
+
+
+def written_set(folder, rows, parts=("train", "validation", "test")):
+    for part in parts:
+        lines = [json.dumps(row) + "\n" for row in rows]
+        (folder / f"{part}.jsonl").write_text("".join(lines))
+
+
+@pytest.mark.parametrize("form", HUB_ROWS)
+def test_a_set_by_name_gives_what_its_files_give(form, tmp_path):
+    pytest.importorskip("datasets")
+    written_set(tmp_path, HUB_ROWS[form], parts=("train", "validation"))
+    if "test" in NAMES[form]:
+        written_set(tmp_path, HUB_ROWS[form][-1:], parts=["test"])
+    data = TextToTextData(form=form, source="hub", root=str(tmp_path))
+    assert data.examples("train") == data.examples("val") == PAIRS[form]
+    assert data.examples("test") == (PAIRS[form][-1:] if "test" in NAMES[form] else PAIRS[form])
+
+
+def test_a_set_is_loaded_by_its_hub_name_only_where_that_is_asked_for(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(
+        "datamodules.text_to_text.hub_rows",
+        lambda name, part: asked.append((name, part)) or HUB_ROWS["nq_open"],
+    )
+    with pytest.raises(FileNotFoundError, match=r"train\.jsonl"):
+        TextToTextData(form="nq_open", root=str(tmp_path)).examples("train")
+    assert not asked
+    TextToTextData(form="nq_open", source="hub").examples("test")
+    assert asked == [("google-research-datasets/nq_open", "val")]
+
+
+def test_a_set_with_other_columns_is_said(tmp_path):
+    pytest.importorskip("datasets")
+    written_set(tmp_path, HUB_ROWS["samsum"])
+    with pytest.raises(ValueError, match="is not in rajpurkar/squad's form .*question"):
+        TextToTextData(form="squad", source="hub", root=str(tmp_path)).examples("train")
+
+
 BAD = [
     ({"form": "trivia"}, {}, "expected one of squad, nq_open"),
     ({"form": "squad", "source": "generated"}, {}, "expected nq_open without files"),
-    ({"form": "squad", "source": "hub"}, {}, "expected folder or generated"),
+    ({"form": "squad", "source": "web"}, {}, "expected folder, hub or generated"),
+    (
+        {"form": "columns", "source": "hub"},
+        {},
+        "expected one of squad, nq_open, samsum, multi_news",
+    ),
+    ({"form": "squad", "source": "hub", "files": {"val": "a"}}, {}, "without files, which"),
     ({"form": "columns"}, {}, "expected the names of your train and val files"),
     ({"form": "samsum"}, {"train.json": "[1]"}, "not in SAMSum's form"),
     ({"form": "samsum"}, {"train.json": "[{"}, "is no JSON"),

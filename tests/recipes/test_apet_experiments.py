@@ -19,19 +19,30 @@ from transformers import (
 
 from datamodules.text_to_text import read_nq_open, write_nq_open
 from datamodules.tokens import train_tokenizer
-from recipes.apet.cells import GRID, PET, of_method, uncollapsed
+from recipes.apet.cells import (
+    GRID,
+    PET,
+    Cell,
+    at_random,
+    best_rate,
+    measure_at_rate,
+    of_method,
+    sampling_error,
+    uncollapsed,
+)
 from recipes.apet.counts import thresholds
 from recipes.apet.positions import tuned_in
 from recipes.apet.texts import text_score
 from recipes.claims import judge
 from recipes.cli import grid, presets
-from recipes.experiment import Stage
+from recipes.experiment import Measuring, Run, Stage
 from recipes.records import Finished, at, best_of
 from recipes.results import Row, by_seed, tidy
 from recipes.runner import command_line
 from tests.recipes.report_checks import check_reports_of_parts
 
 RATES = (0.00025, 0.001, 0.004, 0.016)  # at `small`
+FULL_RATES = (0.000025, 0.0001, 0.0004, 0.0016)
 EXPERIMENTS = ("scales", "positions", "counts", "transfer")
 SHORT = ("--trainer.max_steps", "3", "--trainer.val_check_interval", "3", "--data.limit", "48")
 
@@ -90,7 +101,8 @@ def test_a_gate_needs_full_fine_tuning_alone():
     planned = command_line(module_of("scales").EXPERIMENT, [*flags, "--only", "* gain,* majority"])
     module_of("scales").EXPERIMENT.declare(planned)
     trained = [(n.seed, n.name) for n in planned.chosen() if isinstance(n, Stage)]
-    assert trained == [(0, "SST-2 MiniLM full"), (1, "SST-2 MiniLM full")]
+    trials = [(0, f"SST-2 MiniLM full lr {rate:g}") for rate in FULL_RATES]
+    assert trained == [*trials, (1, "SST-2 MiniLM full")]
 
 
 def test_scales_of_what_a_decoder_writes(tmp_path):
@@ -183,7 +195,7 @@ def test_widths_are_pretrained_on_the_same_text(tmp_path):
     assert table[table["metric"] == "pretraining"]["row"].tolist() == ["width-64"]
     before, after = (
         torch.load(finished.out / f"seed0/{name}/checkpoints/last.ckpt", weights_only=True)
-        for name in ("pretrain width-64", "SST-2 width-64 full")
+        for name in ("pretrain width-64", "SST-2 width-64 full lr 0.0005")
     )
     name = "model.bert.encoder.layer.0.output.dense.weight"
     change = (after["state_dict"][name] - before["state_dict"][name]).abs().max()
@@ -207,6 +219,99 @@ def test_positions(tmp_path):
         scores = values(table, "score", name)
         drawn = pd.Series([100 * scores[f"APET lora {draw}"] for draw in (0, 1)])
         assert values(table, "spread", name)["lora"] == pytest.approx(drawn.std())
+
+
+def test_every_rate_is_tried_on_the_first_draw_of_every_seed():
+    """As often for every budget and model; each seed scores the trial with the rate chosen."""
+    experiment = module_of("positions").EXPERIMENT
+    planned = command_line(experiment, ["--preset", "small", "--seeds", "3"])
+    experiment.declare(planned)
+    nodes = {(node.seed, node.name): node for node in planned.nodes.values()}
+    rates = {"full": FULL_RATES, **{f"APET {row} 0": RATES for row in PET}}
+    for model in ("MiniLM", "bge-small"):
+        for row, tried in rates.items():
+            name = f"SST-2 {model} {row}"
+            trials = [nodes[k, f"{name} lr {rate:g}"] for k in range(3) for rate in tried]
+            for seed in range(3):
+                assert (seed, name) not in nodes  # the first draw is not trained again
+                measured = nodes[seed, f"{name} score"]
+                assert list(measured.nodes.values()) == [one for one in trials if one.seed == seed]
+                assert set(measured.waits_for()) == set(trials)
+        for seed in range(3):
+            drawn = nodes[seed, f"SST-2 {model} APET lora 1"]
+            trials = [
+                nodes[k, f"SST-2 {model} APET lora 0 lr {r:g}"] for k in range(3) for r in RATES
+            ]
+            assert drawn.waits_for() == trials
+
+
+def test_the_rate_that_is_best_for_all_seeds_is_chosen():
+    """0.01 is best for the first seed, and fails for the second."""
+    experiment = module_of("positions").EXPERIMENT
+    planned = command_line(experiment, ["--seeds", "2"])
+    settings = planned.grid(GRID) | {"rates": {"encoder": [0.01, 0.001]}}
+    first = tuple(Cell("width-16", "SST-2", "APET lora 0", at_random(9, k), k) for k in range(2))
+    chosen = best_rate(planned, settings, replace(first[0], like=first))
+
+    def finished(stage, history):
+        one = Finished(Path(stage.name), stage.seed)
+        one.settings, one.history = stage.parsed(), {"val/accuracy": history}
+        return one
+
+    scores = [[0.2, 0.9], [0.8], [0.5], [0.7]]  # of the last checkpoint: 0.7 and 0.75 in the mean
+    trials = [finished(*pair) for pair in zip(chosen.nodes, scores, strict=True)]
+    assert [(one.seed, at(one.settings, "model.lr")) for one in trials] == [
+        (0, 0.01), (0, 0.001), (1, 0.01), (1, 0.001)
+    ]  # fmt: skip
+    assert chosen.read(trials) == 0.001
+    assert best_rate(planned, settings, first[0]).read(trials[:2]) == 0.01
+    with pytest.raises(ValueError, match="val/accuracy was not logged"):
+        trials[3].history = {"val/loss": [1.0]}
+        chosen.read(trials)
+
+
+def test_the_score_is_that_of_the_rate_chosen(monkeypatch, tmp_path):
+    monkeypatch.setattr("recipes.apet.cells.measure_score", lambda m: iter(m.stages))
+    run = command_line(module_of("positions").EXPERIMENT, [])
+    trials = {}
+    for rate in (0.01, 0.001):
+        trials[f"at {rate}"] = Finished(tmp_path, 0)
+        trials[f"at {rate}"].settings = run.parsed("encoder", {"model.lr": rate})
+    assert list(measure_at_rate(Measuring(0, {"lr": 0.001}, trials, tmp_path))) == ["at 0.001"]
+
+
+def test_a_longer_run_of_positions_keeps_the_trials_and_trains_what_they_choose_anew(
+    tmp_path, monkeypatch, capsys
+):
+    """What one seed's trials chose is never mixed with what two seeds' trials choose."""
+    module = module_of("positions")
+    file = module.EXPERIMENT.folder / f"{GRID}.yaml"
+    settings = grid(file, "tiny")
+    settings["rates"] = {"encoder": [1e-2, 1e-3]}
+    monkeypatch.setattr(Run, "grid", lambda run, *configs: settings)
+    flags = ["--rows", "lora", "--models", "width-16", "--out", str(tmp_path), *SHORT]
+
+    def trained(*more):
+        capsys.readouterr()
+        finished = module.main([*flags, *more])
+        skipped = capsys.readouterr().out
+        return finished, {
+            f"{node.seed} {node.name}"
+            for node in finished.nodes.values()
+            if isinstance(node, Stage) and f"seed {node.seed}: {node.name}: finished" not in skipped
+        }
+
+    trials = {f"SST-2 width-16 APET lora 0 lr {rate}" for rate in (0.01, 0.001)}
+    drawn = "SST-2 width-16 APET lora 1"
+    assert trained()[1] == {*(f"0 {name}" for name in trials), f"0 {drawn}"}
+    finished, names = trained("--seeds", "2")
+    assert names == {*(f"1 {name}" for name in trials), f"0 {drawn}", f"1 {drawn}"}
+    assert (tmp_path / f"apet-positions/tiny/seed0/{drawn}.old1").is_dir()
+    table = pd.read_csv(finished.out / "results.csv", keep_default_na=False)
+    scored = table[(table["metric"] == "lr") & table["row"].str.startswith("APET")]
+    assert len(scored) == 4 and scored["value"].nunique() == 1  # both draws of both seeds
+    # with one seed again, what its trials chose takes its place back
+    assert trained()[1] == set()
 
 
 def test_every_seed_draws_positions_of_its_own():
@@ -235,7 +340,27 @@ def test_a_measurement_over_four_budgets(tmp_path):
     scores = values(table, "score", name)
     gain = 100 * (scores["full"] - scores["majority"])
     assert values(table, "gain", "SST-2")["width-16"] == pytest.approx(gain)
-    assert "over the four budgets" in text
+    assert "over the four budgets" in text and "positions.png" in text
+    assert (tmp_path / "apet-positions/tiny/positions.png").is_file()
+
+
+def test_the_plots_have_tasks_as_panels():
+    lines = [
+        Row("APET prompt 0", "score", 0.5, "RTE, A"), Row("APET prompt 1", "score", 0.6, "RTE, A"),
+        Row("APET lora 0", "score", 0.7, "SST-2, B"), Row("full", "score", 0.8, "SST-2, B"),
+    ]  # fmt: skip
+    table = tidy(lines, "apet.positions", "small", 0)
+
+    def points(shown):
+        return shown[["set", "row", "x", "value"]].to_records(index=False).tolist()
+
+    assert points(module_of("positions").by_budget(table, ["SST-2", "RTE"], ["A", "B"])) == [
+        ("SST-2", "B", 2, 0.7), ("RTE", "A", 0, 0.5), ("RTE", "A", 0, 0.6)
+    ]  # fmt: skip
+    assert points(module_of("scales").by_model(table, ["RTE", "SST-2"], ["A", "B"])) == [
+        ("RTE", "APET prompt 0", 0, 0.5), ("RTE", "APET prompt 1", 0, 0.6),
+        ("SST-2", "APET lora 0", 1, 0.7), ("SST-2", "full", 1, 0.8),
+    ]  # fmt: skip
 
 
 def test_a_prompt_starts_from_the_training_s_seed():
@@ -313,13 +438,39 @@ def test_transfer(tmp_path):
     assert "| source | SST-2 | MRPC |" in text
 
 
+def test_a_transfer_counts_above_the_test_part_s_sampling_error():
+    """One example of RTE's 277 above the commonest class, with every seed, is no transfer."""
+    [claim] = module_of("transfer").CLAIMS
+
+    def verdict(right):
+        parts = [
+            tidy(
+                [
+                    Row("lora", "accuracy", (right + seed % 2) / 277, "MRPC → RTE"),
+                    Row("lora", "accuracy", (200 + seed % 2) / 277, "RTE → RTE"),
+                ],
+                "apet.transfer", "small", seed,
+            )
+            for seed in range(4)
+        ]  # fmt: skip
+        return judge(claim, pd.concat(parts))[0]
+
+    assert verdict(147) == "refuted" and verdict(170) == "supported"
+    assert sampling_error(0.5, 100) == pytest.approx(0.0822, abs=1e-4)
+
+
 def test_the_trials_of_seed_0_are_its_trainings():
     chosen = ("--models", "MiniLM,bge-small", "--tasks", "SST-2", "--rows", "lora,full")
     stages = declared("scales", "--preset", "small", "--seeds", "2", *chosen)
     assert {name.removeprefix("SST-2 ") for name in stages} == {
         f"{model} {row}"
         for model in ("MiniLM", "bge-small")
-        for row in (*(f"lora lr {rate}" for rate in RATES), "lora", "full")
+        for row in (
+            *(f"lora lr {rate}" for rate in RATES),
+            *(f"full lr {rate:g}" for rate in FULL_RATES),
+            "lora",
+            "full",
+        )
     }
     run = stages["SST-2 MiniLM lora"].run
     [first, second] = [n for n in run.nodes.values() if n.name == "SST-2 MiniLM lora score"]
@@ -370,24 +521,60 @@ def test_counts_train_nothing_but_the_budget():
 CURVE = {10: 0.50, 100: 0.70, 1000: 0.65, 10_000: 0.89}
 
 
+# 1.6449 standard errors of 1,000 examples: guessing counts as up to LOW, full fine-tuning from HIGH
+LOW, HIGH = 0.5 + 1.6449 * (0.25 / 1000) ** 0.5, 0.9 - 1.6449 * (0.09 / 1000) ** 0.5
+
+
 @pytest.mark.parametrize(
-    ("curve", "expected"),
+    ("curve", "low", "high"),
     [
-        (CURVE, {"low": 100, "high": 10_000}),
-        ({10: 0.5, 100: 0.5}, {"low": None, "high": None}),  # guesses at every count
-        ({10: 0.9, 100: 0.5, 1000: 0.9}, {"low": 1000, "high": 1000}),  # falls back in between
-        ({10: 0.9, 100: 0.9}, {"low": 10, "high": 10}),
+        (CURVE, 1 + (LOW - 0.50) / 0.20, 3 + (HIGH - 0.65) / 0.24),
+        ({10: 0.5, 100: 0.5}, None, None),  # guesses at every count
+        # falls back in between
+        ({10: 0.9, 100: 0.5, 1000: 0.9}, 2 + (LOW - 0.5) / 0.4, 2 + (HIGH - 0.5) / 0.4),
+        ({10: 0.9, 100: 0.9}, 1, 1),
+        ({100: 0.2, 400: 1.0}, 2 + 0.60206 * (LOW - 0.2) / 0.8, 2 + 0.60206 * (HIGH - 0.2) / 0.8),
+        ({10: 0.9, 100: HIGH - 0.001}, 1, None),  # its end is below
     ],
 )
-def test_a_threshold_is_where_the_curve_stays(curve, expected):
-    # 1.64 standard errors of 1,000 examples: guessing counts as up to 52.6 %, full from 88.4 %
-    assert thresholds(curve, guess=0.5, full=0.9, examples=1000) == expected
+def test_a_threshold_is_where_the_curve_crosses_and_stays(curve, low, high):
+    """On a straight line over log₁₀ of the count; log₁₀ 4 = 0.60206."""
+    found = thresholds(curve, guess=0.5, full=0.9, examples=1000)
+    assert found == {"low": pytest.approx(low, abs=1e-5), "high": pytest.approx(high, abs=1e-5)}
 
 
 def test_a_curve_that_equals_full_has_reached_it():
     """Where nothing is wrong there is no sampling error; guessing itself is not above guessing."""
     curve = {10: 0.0, 100: 1.0}
-    assert thresholds(curve, guess=0.0, full=1.0, examples=9) == {"low": 100, "high": 100}
+    # the line leaves guessing at 10 and is level with full fine-tuning at 100
+    assert thresholds(curve, guess=0.0, full=1.0, examples=9) == {"low": 1, "high": 2}
+
+
+def test_the_thresholds_follow_from_the_table_alone(tmp_path):
+    table, text = run("counts", tmp_path, "--models", "width-16", "--seeds", "2")
+    for seed in (0, 1):
+        part = table[(table["seed"] == seed) & (table["row"] == "width-16")]
+        curve = part[part["metric"] == "curve"].set_index("x")["value"].to_dict()
+        known = part[part["x"].isna()].set_index("metric")["value"]
+        examples = int(known["scored"])
+        assert examples == 64
+        for name, one in thresholds(curve, known["guessing"], known["full"], examples).items():
+            assert known.get(name) == (None if one is None else pytest.approx(one))
+    assert "| model | task | low | 95 % | high | 95 % |" in text
+
+
+def test_the_thresholds_uncertainty_is_reported(tmp_path):
+    parts = [
+        tidy([Row("width-16", "low", low, "SST-2")], "apet.counts", "tiny", seed)
+        for seed, low in enumerate((1.0, 2.0))
+    ]
+    planned = command_line(module_of("counts").EXPERIMENT, ["--seeds", "2", "--out", str(tmp_path)])
+    text = "\n".join(module_of("counts").report(pd.concat(parts), planned))
+    # t(0.975, 1) = 12.706, times 0.7071 / √2
+    assert (
+        "| width-16 | SST-2 | 1.50 ± 0.71 (2 of 2) | -4.85 to 7.85 | not reached (0 of 2) |  |"
+        in text
+    )
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -408,9 +595,12 @@ def test_the_paper_s_settings():
     assert settings["methods"]["lora"]["model.method_args"] == {"alpha": 16}
     assert settings["methods"]["adapter"]["model.rank"] == 24
     assert settings["methods"]["prompt"]["model.rank"] == 100
-    # both ends of each family, between which Fig. 2 has the deviation fall
-    ends = {"BERT-small", "BERT-large", "BLOOM-560M", "BLOOM-7.1B", "T5-small", "T5-XXL"}
-    assert ends <= settings["models"].keys()
+    # Fig. 2, from small to large
+    assert list(settings["models"]) == [
+        *(f"BERT-{size}" for size in ("small", "base", "large")),
+        *(f"BLOOM-{size}" for size in ("560M", "1.1B", "1.7B", "3B", "7.1B")),
+        *(f"T5-{size}" for size in ("small", "base", "large", "XL", "XXL")),
+    ]
     chosen = ("--models", "BERT-base,T5-base", "--tasks", "SST-2,RTE,SAMSum")
     stages = declared("scales", "--preset", "paper", "--rows", "lora", *chosen)
     stage = stages["SST-2 BERT-base lora"].parsed()
@@ -442,9 +632,10 @@ def test_every_method_has_as_many_trials_at_small_and_prompt_has_rates_of_its_ow
             for name, stage in stages.items()
             if name.startswith(f"SST-2 MiniLM {method} lr")
         ]
-        for method in ("prompt", "bitfit", "lora", "adapter")
+        for method in (*PET, "full")
     }
     assert rates.pop("prompt") == [4e-3, 1.6e-2, 6.4e-2, 2.56e-1]
+    assert rates.pop("full") == list(FULL_RATES)
     assert all(of_others == [2.5e-4, 1e-3, 4e-3, 1.6e-2] for of_others in rates.values())
 
 
@@ -475,6 +666,7 @@ SIZES = {  # of the released code; T5's BitFit is another rule there, see the ca
     "BERT-base": (bert_of, (12, 768), 76_800, 102_144, 294_912, 903_744),
     "BERT-large": (bert_of, (24, 1024), 102_400, 271_360, 786_432, 2_409_600),
     "BLOOM-560M": (bloom_of, (24, 1024), 102_400, 272_384, 786_432, 2_409_600),
+    "BLOOM-1.1B": (bloom_of, (24, 1536), 153_600, 408_576, 1_179_648, 3_613_824),
     "BLOOM-7.1B": (bloom_of, (30, 4096), 409_600, 1_359_872, 3_932_160, 12_043_680),
     "T5-small": (t5_of, (8, 512, 1024, 6), 51_200, None, 229_376, 803_584),
     "T5-base": (t5_of, (12, 768, 2048, 12), 76_800, None, 589_824, 1_807_488),

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from recipes.plots import curves, ranking, scatter
+from recipes.plots import curves, groups, ranking, scatter
 from recipes.results import (
     COLUMNS,
     Row,
@@ -270,6 +270,29 @@ class TestPlots:
         assert set(dotted.get_ydata()) == {50} and axis.get_ylabel() == "loss × 10"
         band = axis.collections[0].get_paths()[0].vertices[:, 1]
         assert (band.min(), band.max()) == pytest.approx((30 - 200**0.5, 30 + 200**0.5))
+
+    def test_groups_have_their_series_side_by_side(self, tmp_path, monkeypatch):
+        drawn = []
+        monkeypatch.setattr("recipes.plots.save_plot", lambda figure, path: drawn.append(figure))
+        rows = [
+            Row("a", "score", 1.0, "one", x=0), Row("a", "score", 5.0, "one", x=1),
+            Row("b", "score", 2.0, "one", x=1), Row("a", "score", 4.0, "two", x=0),
+        ]  # fmt: skip
+        other = Row("a", "score", 3.0, "one", x=0)
+        table = pd.concat([tidy(rows, "e", "p", 0), tidy([other], "e", "p", 1)])
+        groups(table, tmp_path / "a.png", "score", ["small", "large"], panel="set", scale=10)
+        one, two = drawn[0].axes
+        assert [axis.get_title() for axis in (one, two)] == ["one", "two"]
+        assert [label.get_text() for label in one.get_xticklabels()] == ["small", "large"]
+        dots = [line for line in one.lines if line.get_alpha()]
+        assert sorted(dots[0].get_ydata()) == [10, 30, 50] and list(dots[1].get_ydata()) == [20]
+        assert set(dots[0].get_xdata()) == {-0.2, 0.8} and set(dots[1].get_xdata()) == {1.2}
+        bar, none = one.collections[0].get_segments()  # of a: group by group
+        assert bar[:, 1].tolist() == pytest.approx([20 - 200**0.5, 20 + 200**0.5])
+        assert none[:, 1].tolist() == [50, 50]  # one value has no deviation
+        assert one.get_xlim() == two.get_xlim() == (-0.5, 1.5)
+        # the panel with the legend lacks b
+        assert [text.get_text() for text in two.get_legend().get_texts()] == ["a", "b"]
 
     def test_a_mark_is_a_vertical_line_in_the_colour_of_its_series(self, tmp_path, monkeypatch):
         drawn = []

@@ -47,6 +47,7 @@ from lightning_modules.apet.layer import product_elements
 from lightning_modules.apet.placement import Placement
 from lightning_modules.apet.prompt import add_prompt
 from lightning_modules.tuning import tune
+from lightning_modules.vera.vera import add_vera, layers_of
 
 BERT = {
     "hidden_size": 32,
@@ -436,6 +437,41 @@ def test_lora_is_concat():
             w3, _ = ours.get_submodule(name).terms()
             layers[name].lora_A["default"].weight.copy_(w3)
     same_steps(ours, theirs)
+
+
+def test_vera_is_concat_of_the_same_rank_and_not_the_other_way_round():
+    """Λ_b B Λ_d A = W_4ᵀ W_3ᵀ with W_3 = (d ⊙ A)ᵀ and W_4 = (b ⊙ B)ᵀ (rows scaled by d and b)."""
+    targets, rank, generator = ["query", "value"], 4, torch.Generator().manual_seed(3)
+    theirs = add_vera(made("bert", torch.float64), rank, targets)
+    layers = layers_of(theirs)
+    ours = attach(made("bert", torch.float64), Apet(lora(made("bert"), targets, rank=rank), 0))
+    # in each of 4 layers (32 → 32): out + r numbers against r · (in + out)
+    assert count(theirs) == 4 * (32 + rank) and count(ours) == 4 * rank * (32 + 32)
+    ours.double()
+    with torch.no_grad():
+        for name, layer in layers.items():
+            [piece] = layer.slices
+            for vector in layer.vectors(piece):
+                vector.copy_(torch.randn(vector.shape, generator=generator))
+            b, d = (vector.double() for vector in layer.vectors(piece))
+            a, outer = layer.matrices(piece, b, torch.float64)
+            term = ours.get_submodule(name)
+            term.apet_w3.copy_((d[:, None] * a).flatten())
+            term.apet_w4.copy_((b[:, None] * outer).T.flatten())
+    assert not torch.allclose(still(theirs), still(made("bert", torch.float64)))
+    torch.testing.assert_close(still(ours), still(theirs), rtol=1e-12, atol=1e-12)
+
+    def outside(delta, a):
+        """How much of an update reads directions of the input that A does not have."""
+        return (delta - delta @ torch.linalg.pinv(a) @ a).norm() / delta.norm()
+
+    scatter(ours)
+    for name, layer in layers.items():
+        [piece] = layer.slices
+        a, _ = layer.matrices(piece, still(theirs), torch.float64)
+        w3, w4 = ours.get_submodule(name).terms()
+        assert outside(layer.delta(piece, torch.float64), a) < 1e-12
+        assert outside(w4.T @ w3, a) > 0.5  # no b and d of this A give it
 
 
 def test_adapters_are_plug():
