@@ -1,7 +1,10 @@
 """Test scores of a trained ALBEF, and pages of example pictures for the report."""
 
+import importlib
 from collections.abc import Iterator
+from math import comb
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -47,6 +50,27 @@ def score(m: Measuring) -> Iterator[Row]:
         retrieved(module, data, m.folder / "retrieved.png")
     if m.settings.get("pictures") and name == "grounding":
         heat_maps(module, data, m.folder / "heat.png")
+
+
+def chance(m: Measuring) -> Iterator[Row]:
+    """The expected recalls of a random order of the test part's pictures, or of its texts.
+
+    A query with r right ones among n finds one of them in the first k with probability
+    1 − C(n − r, k) / C(n, k). Settings: `set` in the table; `data`
+    and `arguments`, the DataModule's class and its arguments.
+    """
+    module, _, name = m.settings["data"].rpartition(".")
+    data = getattr(importlib.import_module(module), name)(**m.settings["arguments"])
+    counts = [len(entry.captions) for entry in data.entries("test")]
+    # (r, n) of each query: one picture for each text, all its captions for each picture
+    queries = {"t2i": [(1, len(counts))], "i2t": [(right, sum(counts)) for right in counts]}
+    recalls = {
+        f"{way}_r{k}": fmean(1 - comb(n - right, k) / comb(n, k) for right, n in pairs)
+        for way, pairs in queries.items()
+        for k in (1, 5, 10)
+    }
+    for metric, value in {**recalls, "r_mean": fmean(recalls.values())}.items():
+        yield Row("chance", metric, value, m.settings["set"])
 
 
 def trained_with(stage: Finished) -> dict[str, float]:

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from lightning_modules.counting import count_macs, count_parameters
+from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Run
 from recipes.nodes import Measuring
 from recipes.provenance import provenance
@@ -155,4 +156,50 @@ def report(task: Task, table: pd.DataFrame, run: Run) -> list[str]:
         task.note,
         "The scale differs unless the preset is `paper`: compare how the rows stand to each "
         "other, not the numbers.",
+    ]
+
+
+def claims(task: Task, where: str, saved: str) -> list[Claim]:
+    """The claims on a task's first score that the rows of `changes` can test.
+
+    Args:
+        task: detection or segmentation.
+        where: the data and the paper's models.
+        saved: the multiply-adds that the paper saves.
+    """
+    score = next(iter(task.scores))
+
+    def compare(a: str, b: str, threshold: float = 0.0) -> Comparison:
+        return Comparison(score, a, b, threshold, scale=100)
+
+    # there is something to repair: without repair low rank loses more than the point allowed below
+    gate = compare("dense", "direct", 0.01)
+    return [
+        Claim(
+            f"{task.name}: near dense",
+            "PELA",
+            f"Fine-tuned as the dense backbone is, PELA's is at most one point of {score} below.",
+            where,
+            "not at hand",
+            compare("repaired", "dense", -0.01),
+            gate,
+        ),
+        Claim(
+            f"{task.name}: repair > direct",
+            "PELA",
+            f"A backbone repaired before fine-tuning has a higher {score} than low rank without "
+            "repair.",
+            where,
+            "not at hand",
+            compare("repaired", "direct"),
+            gate,
+        ),
+        Claim(
+            f"{task.name}: multiply-adds",
+            "PELA",
+            "The model needs fewer multiply-adds with a low-rank backbone than with the dense one.",
+            where,
+            saved,
+            Comparison("macs", "dense", "direct", scale=1e-9, exact=True),
+        ),
     ]

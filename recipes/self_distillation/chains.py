@@ -88,15 +88,17 @@ def declare(run: Run, kind: str) -> None:
     for seed in run.seeds:
         for name in grid["sets"]:
             chains = Chains(run, kind, grid, name, seed, original, unlabelled)
-            tuned = [
-                chains.fine_tune(row, select, n)
+            tuned = {
+                (row, n): chains.fine_tune(row, select, n)
                 for row in rows
                 if seed < grid["seeds"].get(row, len(run.seeds))
                 for n in grid["steps"] or [None]
-            ]
+            }
             if tuned:
-                given = {"finetuning": tuned[0]}
+                given = {"finetuning": next(iter(tuned.values()))}
                 run.measure(f"{name} majority", seed, measures.majority, given, {"set": name})
+            of_rows = {row: stage for (row, n), stage in tuned.items() if n is None}
+            chains.compare_rounds(of_rows, select)
     if select == "best":
         require_validation(run, kind)
 
@@ -263,6 +265,27 @@ class Chains:
             },
         )
         return tuned
+
+    def compare_rounds(self, tuned: Mapping[str, Stage], select: str) -> None:
+        """Declare by how much each round shortens the distance from θ_init (Fig. 5).
+
+        Args:
+            tuned: fine-tunings by row; with fewer than two rounds there is nothing to compare.
+            select: "last" or "best".
+        """
+        rounds = {
+            row: made
+            for row in tuned
+            if (made := rounds_of(self.grid["rows"][row].get("from"))) is not None
+        }
+        if {0, 1, 2} <= set(rounds.values()):
+            self.run.measure(
+                f"{self.name} distance by round",
+                self.seed,
+                measures.falls,
+                {**{row: tuned[row] for row in rounds}, **self.beginning()},
+                {"set": self.name, "kind": self.kind, "select": select, "rounds": rounds},
+            )
 
     def chosen(
         self, title: str, varied: Mapping[str, Any], candidates: list[dict[str, Any]], select: str

@@ -42,7 +42,7 @@ def score(m: Measuring) -> Iterator[Row]:
     """
     s, tuned = m.settings, m.stages["finetuning"]
     data = tuned.datamodule()
-    checkpoint = tuned.best if s["select"] == "best" else tuned.checkpoint
+    checkpoint = scored(tuned, s["select"])
     scores = tested(tuned, checkpoint, parts(data, s["select"] == "best"))
 
     def row(metric: str, value: float | None, name: str = s["row"], x: float | None = None) -> Row:
@@ -73,6 +73,28 @@ def score(m: Measuring) -> Iterator[Row]:
     arguments = {"data": settings.class_path, "settings": settings.init_args.as_dict()}
     text = json.dumps({**arguments, "parts": manifest, "checkpoint": str(checkpoint)}, indent=1)
     write_atomically(m.folder / "split.json", text + "\n")
+
+
+def falls(m: Measuring) -> Iterator[Row]:
+    """By how much each round t of self-distillation shortens ‖θ_init − θ‖ after fine-tuning.
+
+    Settings: `rounds`, the number of rounds of each row. x is t; round 1 is compared with further
+    pre-training.
+    """
+    s, original_weights = m.settings, original_encoder(m)
+    distances = {
+        made: distance(encoder(scored(m.stages[row], s["select"]), s["kind"]), original_weights)
+        for row, made in s["rounds"].items()
+    }
+    for made in sorted(set(distances) - {0}):
+        if made - 1 in distances:
+            value = distances[made - 1] - distances[made]
+            yield Row("after fine-tuning", "distance_fall", value, s["set"], made)
+
+
+def scored(tuned: Finished, select: str) -> Path:
+    """The checkpoint of a fine-tuning that is scored, the "last" or the "best"."""
+    return tuned.best if select == "best" else tuned.checkpoint
 
 
 def tested(

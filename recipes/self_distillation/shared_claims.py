@@ -89,4 +89,17 @@ def near(gate: Sequence[Comparison]) -> list[Claim]:
             test=Comparison("distance", "further", "self_distillation", mean_over="set"),
             gate=gate,
         ),
+        Claim(
+            name="the first round matters most",
+            paper=PAPER,
+            where="Section 5.2, Fig. 5",
+            sentence="The distance from the initial weights after fine-tuning falls more in round "
+            "1 of self-distillation than in round 2, 3 or 4.",
+            number="a figure",
+            test=[
+                Comparison("distance_fall", {"x": 1.0}, {"x": later}, mean_over="set")
+                for later in (2.0, 3.0, 4.0)
+            ],
+            gate=gate,
+        ),
     ]

@@ -289,6 +289,45 @@ def worse(name: str, row: str, words: str, number: str) -> Claim:
 
 
 LEARNT = Comparison("score", "default", "majority", threshold=0.05, scale=100)  # task by task
+
+
+def as_good(name: str, row: str, points: int, words: str, number: str) -> Claim:
+    """A claim that the default is at most `points` above a variant of Table 6, or itself below."""
+    return Claim(
+        name=name,
+        paper="VeRA",
+        sentence=words,
+        where="Table 6, mean of MRPC and RTE",
+        number=number,
+        test=Comparison(
+            "score", row, "default", threshold=-points / 100, mean_over="set", scale=100, digits=1
+        ),
+        gate=LEARNT,
+    )
+
+
+def at_equal_parameters(task: str, rank: int, method: str, other_rank: int, preset: str) -> Claim:
+    """A claim that VeRA beats another method with as many tuned parameters, at one preset."""
+    where, title = {"set": task}, TITLES[method]
+    source = {
+        "where": "Section 4.5, Fig. 2, RTE" if method == "lora" else "not in the paper",
+        "number": "a figure" if method == "lora" else "–",
+    }
+    return Claim(
+        name=f"ablations: above {title} at equal parameters, {preset}",
+        paper="VeRA",
+        sentence=f"On {task} VeRA of rank {rank} scores above {title} of rank {other_rank}, which "
+        "tunes as many parameters.",
+        test=Comparison(
+            "score", f"vera_r{rank}", f"{method}_r{other_rank}", 0.0, where, scale=100, digits=1
+        ),
+        # LoRA at its usual rank has learnt the task
+        gate=Comparison("score", "lora_r8", "majority", 0.05, where, scale=100),
+        preset=preset,
+        **source,
+    )
+
+
 CLAIMS = [
     worse(
         "ablations: b alone", "only_b", "Training b alone is worse than both vectors.",
@@ -305,6 +344,15 @@ CLAIMS = [
     worse(
         "ablations: d from 1", "d_1.0", "Starting d at 1.0 is worse than at 0.1.", "85.8 and 60.3",
     ),
+    # thresholds: the paper's own difference, up to the next point
+    as_good(
+        "ablations: Kaiming normal", "kaiming_normal", 2,
+        "A and B Kaiming normal are at most two points below Kaiming uniform.", "86.30 and 88.15",
+    ),
+    as_good(
+        "ablations: d from 1e-7", "d_1e-7", 1,
+        "Starting d at 1e-7 is at most one point below starting it at 0.1.", "87.75 and 88.15",
+    ),
     Claim(
         name="ablations: sharing costs nothing",
         paper="VeRA",
@@ -316,6 +364,10 @@ CLAIMS = [
         ),
         gate=LEARNT,
     ),
+    at_equal_parameters("RTE", 1024, "lora", 1, "paper"),
+    at_equal_parameters("CoLA", 384, "lora", 1, "small"),
+    at_equal_parameters("CoLA", 384, "randlora", 384, "small"),
+    at_equal_parameters("CoLA", 384, "vblora", 2, "small"),
 ]  # fmt: skip
 
 EXPERIMENT = Experiment("vera.ablations", __file__, "glue", __doc__ or "", declare, report)

@@ -30,8 +30,10 @@ from datamodules.instructions import (
     fill_template,
     follow_up,
     read_questions,
+    write_instructions,
     write_questions,
 )
+from datamodules.loading import data_folder, hold_out
 from lightning_modules.decoding import generate
 from lightning_modules.vera import strip
 from recipes.claims import Claim, Comparison
@@ -51,6 +53,7 @@ TABLE_4 = {  # MT-Bench: LoRA, VeRA
     "Llama 2 7B": (5.19, 5.08),
     "Llama 2 13B": (5.77, 5.93),
 }
+TRAINING = "training.jsonl"
 LLAMA = {"7B": (4096, 11008, 32), "13B": (5120, 13824, 40)}  # width, hidden neurons, layers
 
 
@@ -58,6 +61,15 @@ def declare(run: Run) -> None:
     """Declare every method's training and held-out loss, and for the first seed its answers."""
     grid = run.grid("instruct_grid")
     grid["common"] = start_of(run, "instruct", grid)
+    if "tuning" in grid:
+        arguments = run.parsed("instruct").data.init_args
+        settings = {key: arguments[key] for key in ("source", "root", "file", "val_fraction")}
+        training = run.measure("training part", 0, write_training_part, settings=settings)
+        grid["tuning"]["varied"] = {
+            "data.source": "folder",
+            "data.root": training / "trials",
+            "data.file": TRAINING,
+        }
     for seed in run.seeds:
         for row in run.rows(grid["rows"]):
             stage = train(run, "instruct", grid, row, "Alpaca", seed, VARIED, "val/loss", "min")
@@ -68,6 +80,26 @@ def declare(run: Run) -> None:
                 if seed == 0:
                     settings = {"row": name, **grid["answers"]}
                     run.measure(f"Alpaca_{name}.answers", 0, measure_answers, nodes, settings)
+
+
+def write_training_part(m: Measuring) -> Iterator[Row]:
+    """Write the examples that seed 0 trains on: its trials hold out a share of these.
+
+    So they see none of the responses that seed 0 is scored on. Settings: `source`, `root`, `file`
+    and `val_fraction`, arguments of `InstructionData`.
+    """
+    if m.settings["source"] == "generated":
+        path = write_instructions(m.folder, seed=m.seed)
+    else:
+        path = data_folder(m.settings["root"], "alpaca_2k") / m.settings["file"]
+    text = path.read_text(encoding="utf-8")
+    if path.suffix.lower() == ".jsonl":
+        entries = [json.loads(line) for line in text.splitlines() if line.strip()]
+    else:
+        entries = json.loads(text)
+    training, _ = hold_out(entries, m.settings["val_fraction"], m.seed)
+    write_lines(m.folder / "trials" / TRAINING, training)
+    yield from ()
 
 
 def loaded(m: Measuring) -> Any:
@@ -204,7 +236,8 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         provenance(run, table),
         "Loss in nats per token of held-out responses, perplexity its exponential; mean ± standard "
         "deviation over seeds. All methods start from the same model, which the first row has. "
-        "Where learning rates are tried, the same responses choose them.",
+        "Where learning rates are tried, a held-out part of the first seed's training examples "
+        "chooses them.",
         tabulate(table, {START: "the start", **TITLES}, columns, heading="method").markdown(),
         "The first seed's answers are in seed0/Alpaca_*.answers/judging/: question.jsonl and "
         "model_answer/*.jsonl are files of FastChat's `llm_judge`; answers are decoded greedily.",

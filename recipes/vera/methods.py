@@ -9,6 +9,7 @@ its sets, the tasks or data sets that they train on:
       RTE: {data.task: RTE, trainer.max_epochs: 20, vera: {model.lr: 1.0e-2}}
     tuning:  # optional: learning rates to choose among, as many trials for every row or method
       settings: {}  # of the trials, so that they are judged on data that no report scores
+      varied: {}  # likewise, of data made from what a user's flags name: no flag may change them
       trials: {vera: {model.lr: [5.0e-3, 2.0e-2]}}
 """
 
@@ -88,10 +89,14 @@ def train(
         before = {**settings, **tuning.get("settings", {})}
         before.pop(key, None)
         label = key.rpartition(".")[2]
+        of_trials = tuning.get("varied", {})
         trials = [
-            run.stage(f"{name}_{row}_{label}{value:g}", config, 0, {**fixed, key: value}, before)
+            run.stage(
+                f"{name}_{row}_{label}{value:g}", config, 0, {**fixed, **of_trials, key: value},
+                before, prepared=tuple(of_trials),
+            )
             for value in values
-        ]
+        ]  # fmt: skip
         settings |= run.best(trials, metric, [key], mode)
     return run.stage(f"{name}_{row}", config, seed, fixed, settings)
 

@@ -9,12 +9,14 @@ from PIL import Image
 
 from datamodules.shapes import write
 from lightning_modules.albef import VQA, Repair, Retrieval, build, skipped
+from lightning_modules.albef.retrieval import recall
 from lightning_modules.counting import count_parameters
 from lightning_modules.pela import factorize, plan_of
 from recipes import predict
 from recipes.albef import compression, use
 from recipes.cli import parse, presets
 from recipes.experiment import Stage
+from recipes.ledger import ROOT
 from recipes.results import read
 from recipes.runner import command_line
 from tests.recipes.report_checks import check_reports_of_parts
@@ -38,7 +40,7 @@ FLAGS = [
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     out = tmp_path_factory.mktemp("runs")
-    return compression.main(["--out", str(out), "--rows", "direct,pela", *FLAGS])
+    return compression.main(["--out", str(out), "--rows", "scratch,direct,pela", *FLAGS])
 
 
 @pytest.mark.parametrize("preset", ["tiny", "small", "paper"])
@@ -71,6 +73,7 @@ def test_every_part_has_its_scores(run):
         assert set(scores.set) == sets
         recalls = scores[(scores.set == "retrieval") & scores.metric.isin(compression.RECALLS)]
         assert len(recalls) == 6 and recalls.value.between(0, 1).all()
+    table = table[table.row != "scratch"]  # which is dense
     sizes = table[table.metric == "parameters"].groupby("set").value.nunique()
     assert (sizes == 1).all()  # both rows are as small
     settings = parse(run.folder / "retrieval.yaml", "tiny").model.init_args.sizes
@@ -78,6 +81,43 @@ def test_every_part_has_its_scores(run):
     factorize(expected, 3.0, skip=skipped(expected))
     found = table[(table.metric == "parameters") & (table.set == "retrieval")].value.iloc[0]
     assert found == count_parameters(expected)
+
+
+def test_chance_is_the_recall_of_random_scores(run):
+    """Both directions; with several captions a picture has more than one right answer."""
+    table = read(run.out)
+    chance = table[(table.row == "chance") & (table.set == "retrieval")].set_index("metric").value
+    entries = run.datamodule("retrieval").entries("test")
+    pictures = torch.arange(len(entries))
+    texts = pictures.repeat_interleave(torch.tensor([len(entry.captions) for entry in entries]))
+    generator = torch.Generator().manual_seed(0)
+    for way, queries, keys in (("t2i", texts, pictures), ("i2t", pictures, texts)):
+        draws = [
+            recall(torch.rand(len(queries), len(keys), generator=generator), queries, keys)
+            for _ in range(400)
+        ]
+        for k, expected in zip((1, 5, 10), torch.tensor(draws).mean(0).tolist(), strict=True):
+            assert chance[f"{way}_r{k}"] == pytest.approx(expected, abs=0.015)
+    assert chance["r_mean"] == pytest.approx(chance.drop("r_mean").mean())
+    assert "| chance |" in (run.out / "report.md").read_text()
+
+
+def test_scratch_begins_with_the_encoders_own_weights():
+    run = command_line(compression.EXPERIMENT, ["--preset", "small", "--rows", "scratch,dense"])
+    compression.declare(run)
+    stages = {node.name: node for node in run.nodes.values() if isinstance(node, Stage)}
+    model = stages["retrieval_scratch"].parsed().model.init_args
+    encoders = ("weights/dinov2-vit-s14-depth9", "weights/all-MiniLM-L6-v2")
+    assert (model.init_from, model.vision_from, model.text_from) == (None, *encoders)
+    assert model.tuning == stages["retrieval_dense"].parsed().model.init_args.tuning
+    assert sum(name.startswith("retrieval_scratch trial") for name in stages) == 4
+
+
+def test_published_reports_come_out_again():
+    run = command_line(compression.EXPERIMENT, ["--preset", "small"])
+    published = ROOT / "results" / "albef" / "compression" / "small"
+    text = "\n".join(compression.report(read(published), run))
+    assert "| PELA, κ 1.5 |" in text and "| chance |" not in text
 
 
 def test_what_each_stage_saw(run):

@@ -46,6 +46,9 @@ def test_tiny_preset(name, repaired, tmp_path, monkeypatch):
     for cost in ("parameters", "macs"):
         dense, direct, low, larger = (rows[cost][row] for row in table["row"].unique())
         assert dense > direct > low == larger
+    for claim in module_of(name).CLAIMS:
+        comparisons = [one for one in (claim.test, claim.gate) if one]
+        assert comparisons and all(one.difference(table).n == 1 for one in comparisons), claim.name
     for node in run.nodes.values():
         if isinstance(node, Stage):
             saved = torch.load((node / LAST).path, weights_only=True, mmap=True)

@@ -292,6 +292,18 @@ def test_tiny_text(tmp_path):
     assert Adaptation.load_from_checkpoint(distil.checkpoint).match == "all"
 
 
+def test_by_how_much_each_round_shortens_the_distance(tmp_path):
+    command = [
+        "--out", str(tmp_path), "--rows", "further,self_distillation,rounds_2",
+        "--adapt.trainer.max_steps=3", "--adapt.trainer.val_check_interval=3",
+        "--finetune.trainer.max_steps=2", "--finetune.trainer.val_check_interval=2",
+    ]  # fmt: skip
+    table = read(experiment("images").main(command).out)
+    fall = select(table, {"metric": "distance_fall"}).set_index("x")["value"]
+    far = [by_seed(table, "distance", {"row": row})[0] for row in command[3].split(",")]
+    assert dict(fall) == {1.0: pytest.approx(far[0] - far[1]), 2.0: pytest.approx(far[1] - far[2])}
+
+
 def test_a_curve_of_steps(tmp_path, monkeypatch):
     """Fig. 1: every point has its own adaptations, of that many steps; 0 has none."""
     command = [
@@ -434,3 +446,4 @@ def test_theory(tmp_path):
     squares = values["zeta"] ** 2
     drop = drop.reindex(squares.index)
     assert (squares[0.0] - squares[1.0] > drop).all() and (drop > 0).all()
+    assert by_seed(every, "extra_drop_in_round_1")[0] == 1

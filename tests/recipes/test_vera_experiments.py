@@ -9,15 +9,18 @@ import importlib
 import pandas as pd
 import pytest
 import torch
+import transformers
 from PIL import Image
 
+from lightning_modules.tuning import trainable, tune
+from lightning_modules.vera import add_vera
 from recipes.cli import grid, presets
 from recipes.experiment import Stage
 from recipes.machine import OthersAtWork
 from recipes.records import at
 from recipes.results import by_seed
 from recipes.runner import command_line
-from recipes.vera import methods
+from recipes.vera import ablations, methods
 from tests.recipes.report_checks import check_reports_of_parts
 
 EXPERIMENTS = ("glue", "images", "ablations", "analysis", "e2e", "instruct")
@@ -326,6 +329,28 @@ def test_variants_have_the_trials_of_their_method():
     assert trained >= {"CoLA_only_d", "CoLA_unique", "CoLA_lora_r8", "CoLA_randlora_r96"}
     for name in trained:
         assert sum(trial.startswith(f"{name}_lr") for trial in trials) == 3, name
+
+
+@pytest.mark.parametrize(("preset", "width"), [("small", 384), ("paper", 1024)])
+def test_claims_at_equal_parameters_compare_rows_that_tune_as_many(preset, width):
+    stages = declared("ablations", "--preset", preset)
+    claims = [one for one in ablations.CLAIMS if one.preset == preset]
+    assert len(claims) == {"small": 3, "paper": 1}[preset]
+    for claim in claims:
+        counts = []
+        for row in (claim.test.a, claim.test.b):
+            h = stages[f"{claim.test.where['set']}_{row}"].parsed().model.init_args
+            layer = transformers.BertConfig(
+                hidden_size=width, num_attention_heads=4, num_hidden_layers=6, vocab_size=8
+            )
+            model = transformers.BertModel(layer)
+            if h.method == "vera":
+                add_vera(model, rank=h.rank, targets=["query", "value"])
+            else:
+                arguments = h.method_args or {}
+                tune(model, h.method, rank=h.rank, targets=["query", "value"], **arguments)
+            counts.append(sum(tensor.numel() for tensor in trainable(model).values()))
+        assert counts[0] == counts[1], claim.name
 
 
 PRESETS = [

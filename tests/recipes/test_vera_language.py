@@ -10,12 +10,13 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from datamodules import InstructionData
 from datamodules.instructions import fill_template, follow_up, read_questions
 from lightning_modules import backbones
 from lightning_modules.generation_metrics import score
 from lightning_modules.vera import LanguageTuning
 from recipes import cli
-from recipes.experiment import Stage
+from recipes.experiment import Measuring, Stage
 from recipes.results import by_seed
 from recipes.runner import command_line
 from recipes.vera import e2e, instruct
@@ -166,6 +167,32 @@ def test_the_second_turn_follows_the_first(monkeypatch, tmp_path):
         for i, (before, question) in enumerate(zip(first, questions, strict=True))
     ]
     assert asked == [first, second]
+
+
+def test_trials_see_no_response_that_is_scored(tmp_path):
+    command = ["--preset", "small", "--out", str(tmp_path), "--data.source", "generated"]
+    run = command_line(instruct.EXPERIMENT, command)
+    instruct.declare(run)
+    nodes = {node.name: node for node in run.nodes.values()}
+    part = nodes["training part"]
+    part.folder.mkdir(parents=True)
+    list(part.function(Measuring(0, part.settings, {}, part.folder)))
+    trial, final = (
+        InstructionData(**nodes[name].parsed().data.init_args.as_dict())
+        for name in ("Alpaca_vera_lr0.004", "Alpaca_vera")
+    )
+    trial.root = (part / "trials").path  # the node's file, for which `parsed` has a placeholder
+    parts = [set(trial.load(name)) for name in ("train", "val")]
+    scored, trained = set(final.load("val")), set(final.load("train"))
+    assert not parts[0] & parts[1] and parts[0] | parts[1] == trained
+    assert scored and not scored & trained
+    # flags that name other data reach the part that the trials are cut from
+    other = command_line(instruct.EXPERIMENT, ["--preset", "small", "--data.file", "other.json"])
+    instruct.declare(other)
+    nodes = {node.name: node for node in other.nodes.values()}
+    assert nodes["training part"].settings["file"] == "other.json"
+    assert nodes["Alpaca_vera_lr0.004"].parsed().data.init_args.file == instruct.TRAINING
+    assert nodes["Alpaca_vera"].parsed().data.init_args.file == "other.json"
 
 
 def test_llama_counts():
