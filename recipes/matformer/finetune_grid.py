@@ -22,6 +22,7 @@ from lightning_modules.matformer.nest import GRANULARITIES
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.matformer import matvit
+from recipes.matformer.matvit_measures import measure_alone, measure_nested
 from recipes.matformer.starts import sort
 from recipes.matformer.submodels import load
 from recipes.messages import console
@@ -68,12 +69,11 @@ def declare(run: Run) -> None:
             if finetuning == "matvit":
                 weights = {"model.init_from": start["XL"]}
                 model = run.stage(f"finetune_{row}", "finetune", seed, varied=weights)
-                measure = matvit.measure_nested
-                run.measure(f"score {row}", seed, measure, {"model": model}, {"row": row})
+                run.measure(f"score {row}", seed, measure_nested, {"model": model}, {"row": row})
                 continue
             only = "" if len(start) > 1 else "XL"
             models = matvit.independents(run, "finetune", seed, f"finetune_{row}", start, only)
-            run.measure(f"score {row}", seed, matvit.measure_alone, models, {"row": row})
+            run.measure(f"score {row}", seed, measure_alone, models, {"row": row})
 
 
 def write_sorted(m: Measuring) -> list[Row]:

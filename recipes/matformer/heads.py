@@ -19,6 +19,7 @@ from lightning_modules.backbones import build_vision
 from lightning_modules.matformer.nest import GRANULARITIES
 from recipes.experiment import Experiment, Run
 from recipes.matformer import matvit
+from recipes.matformer.matvit_measures import measure_nested
 from recipes.messages import console
 from recipes.plots import scatter
 from recipes.provenance import provenance
@@ -42,7 +43,7 @@ def declare(run: Run) -> None:
         }
         for part, model in models.items():
             name = f"score {part}"
-            run.measure(name, seed, matvit.measure_nested, {"model": model}, {"row": part})
+            run.measure(name, seed, measure_nested, {"model": model}, {"row": part})
 
 
 def heads_of(architecture: str, model_args: dict[str, Any]) -> int:

@@ -21,16 +21,15 @@ from lightning_modules.matformer.nest import GRANULARITIES
 from recipes import plots
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Run, Stage
+from recipes.matformer.convergence import INDEPENDENT, measure_training
 from recipes.matformer.language import scored_text
 from recipes.matformer.matlm_measures import (
     BUDGETS,
-    INDEPENDENT,
     ORDERS,
     measure_drafts,
     measure_independent,
     measure_orders,
     measure_sizes,
-    measure_training,
 )
 from recipes.matformer.scaling import fit_report
 from recipes.matformer.starts import nested_settings

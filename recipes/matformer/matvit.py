@@ -17,27 +17,30 @@ a further row nests the neurons in their original order. matvit_grid.yaml lists 
 that each training chooses from.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, get_args
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pandas as pd
 import torch
 
 from lightning_modules.backbones import build_vision
-from lightning_modules.matformer import arrange, layer_costs, mix_and_match
-from lightning_modules.matformer.mix_and_match import Order
-from lightning_modules.matformer.nest import GRANULARITIES, nesting_of
-from lightning_modules.matformer.search import evolve, fit_predictor, sample_configurations
+from lightning_modules.matformer.nest import GRANULARITIES
 from recipes.claims import Claim, Comparison
-from recipes.experiment import Experiment, Measuring, Run
-from recipes.matformer.matlm_measures import measure_training
+from recipes.experiment import Experiment, Run
+from recipes.matformer.convergence import measure_training
+from recipes.matformer.matvit_measures import (
+    ORDERS,
+    SEARCH_PAIRS,
+    measure_alone,
+    measure_nested,
+    measure_orders,
+)
 from recipes.matformer.starts import starts
-from recipes.matformer.submodels import halves, ladder, load, rows_of, score, submodel
 from recipes.messages import console
 from recipes.nodes import Artifact, Node, Stage
 from recipes.plots import scatter
 from recipes.provenance import provenance
-from recipes.results import Row, select, unique
+from recipes.results import select, unique
 from recipes.runner import run_experiment
 from recipes.tables import Column, tabulate
 
@@ -49,9 +52,6 @@ ROWS = {
     "per_layer": "per layer (OFA)",
     "unsorted": "MatViT, neurons not sorted",
 }
-BETWEEN = 3  # Mix'n'Match sizes between neighbouring granularities
-SEARCH_PAIRS = 60  # random (configuration, loss) pairs that the search learns from
-ORDERS: tuple[Order, ...] = get_args(Order)
 Derived = dict[str, Callable[[Any], Any]]  # settings computed from all others
 SAMPLER = "callbacks.granularity.GranularitySampling"
 COUNT = len(GRANULARITIES)
@@ -262,71 +262,6 @@ def hidden_ratio(architecture: str, model_args: dict[str, Any]) -> float:
         parts = build_vision(architecture, 0, model_args).modules()
     layer: Any = next(part.fc2 for part in parts if hasattr(part, "fc2"))
     return layer.in_features / layer.out_features
-
-
-def measure_nested(m: Measuring) -> Iterator[Row]:
-    """Score every granularity of a nested model, and Mix'n'Match sizes between them."""
-    data, model = m.datamodule("model"), load(m.stages["model"].checkpoint)
-    between = m.settings.get("between", BETWEEN)
-    sizes = [submodel(model, data.image_size, mix) for mix in ladder(model, between)]
-    row = m.settings["row"]
-    yield from rows_of(row, score(sizes, data.val_dataloader(), sizes[-1], row))
-
-
-def measure_alone(m: Measuring) -> Iterator[Row]:
-    """Score plain models of several sizes, and compare each with the largest of them."""
-    data = m.datamodule(next(iter(m.stages)))
-    models = [
-        submodel(load(stage.checkpoint), data.image_size, None, label=size)
-        for size, stage in m.stages.items()
-    ]
-    row = m.settings["row"]
-    yield from rows_of(row, score(models, data.val_dataloader(), models[-1], row))
-
-
-def measure_orders(m: Measuring) -> Iterator[Row]:
-    """Compare Mix'n'Match with other configurations of its size (Section 3.3, Appendix D.1).
-
-    The others are the same layers in other orders, [S … S, XL … XL], and the result of an
-    evolutionary search. The search's predictor is fitted to losses on every other validation image;
-    all configurations are compared on the remaining images.
-    """
-    data, model = m.datamodule("model"), load(m.stages["model"].checkpoint)
-    fitting, comparing = halves(data.val_set, data.eval_batch_size)
-    costs, _ = layer_costs(model, "parameters")
-    layers, sizes = len(costs), len(costs[0])
-
-    def cost(mix: list[int]) -> float:
-        return sum(layer[index] for layer, index in zip(costs, mix, strict=True))
-
-    def losses(chosen: dict[str, list[int]], loader: Any) -> dict[str, float]:
-        models = {name: submodel(model, data.image_size, mix) for name, mix in chosen.items()}
-        distinct = list({model.label: model for model in models.values()}.values())
-        scores = score(distinct, loader, largest, "orders")
-        return {name: scores[model.label]["loss"] for name, model in models.items()}
-
-    largest = submodel(model, data.image_size, [sizes - 1] * layers)
-    sampled = sample_configurations(layers, sizes, min(SEARCH_PAIRS, sizes**layers), m.seed)
-    targets = losses({str(place): list(mix) for place, mix in enumerate(sampled)}, fitting)
-    predictor = fit_predictor(sampled, list(targets.values()), m.seed)
-    yield Row(row="search", metric="predictor_mse", value=predictor.mse)
-    yield Row(row="search", metric="predictor_variance", value=predictor.baseline_mse)
-
-    for level in range(sizes - 1):
-        mix = [level] * (layers - layers // 2) + [level + 1] * (layers // 2)
-        chosen: dict[str, list[int]] = {order: arrange(mix, order) for order in ORDERS}
-        chosen["search"] = evolve(predictor, costs, cost(mix), seed=m.seed)
-        name = nesting_of(model).label(mix)
-        for row, loss in losses(chosen, comparing).items():
-            yield Row(row=row, set=name, metric="loss", value=loss)
-            yield Row(row=row, set=name, metric="cost", value=cost(chosen[row]))
-    for count in range(1, layers):
-        ends = [0] * (layers - count) + [sizes - 1] * count
-        chosen = {"ends": ends, "least_slope": mix_and_match(costs, cost(ends))}
-        name = nesting_of(model).label(ends)
-        for row, loss in losses(chosen, comparing).items():
-            yield Row(row=row, set=name, metric="loss", value=loss)
-            yield Row(row=row, set=name, metric="cost", value=cost(chosen[row]))
 
 
 def report(table: pd.DataFrame, run: Run) -> list[str]:

@@ -17,6 +17,7 @@ from lightning_modules.matformer.nest import GRANULARITIES
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Run
 from recipes.matformer import matvit
+from recipes.matformer.matvit_measures import measure_nested
 from recipes.messages import console
 from recipes.nodes import Stage
 from recipes.plots import plt, save_plot
@@ -51,7 +52,7 @@ def declare(run: Run) -> None:
                 run.measure(
                     f"score {folder(row)}",
                     seed,
-                    matvit.measure_nested,
+                    measure_nested,
                     {"model": training(run, row, seed)},
                     {"row": name(row), "between": 0},
                 )

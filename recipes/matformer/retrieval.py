@@ -23,7 +23,8 @@ from lightning_modules.matformer.nest import GRANULARITIES
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.matformer import matvit
-from recipes.matformer.matlm_measures import measure_training
+from recipes.matformer.convergence import measure_training
+from recipes.matformer.matvit_measures import BETWEEN
 from recipes.matformer.submodels import Submodel, encode, ladder, load, submodel
 from recipes.messages import console
 from recipes.plots import scatter
@@ -58,7 +59,7 @@ def declare(run: Run) -> None:
 def measure_nested(m: Measuring) -> Iterator[Row]:
     """Retrieve with every size of MatViT."""
     data, model = m.datamodule("model"), load(m.stages["model"].checkpoint)
-    sizes = [submodel(model, data.image_size, mix) for mix in ladder(model, matvit.BETWEEN)]
+    sizes = [submodel(model, data.image_size, mix) for mix in ladder(model, BETWEEN)]
     yield from retrieve("matvit", sizes, data)
     for mode in MODES:
         yield Row(row="chance", metric=mode, value=1 / data.num_classes)

@@ -17,7 +17,14 @@ from lightning_modules.weights import load_weights
 from recipes.claims import NOT_JUDGED, SUPPORTED, judge
 from recipes.cli import parse, presets
 from recipes.experiment import Measuring
-from recipes.matformer import finetune_grid, heads, matvit, probabilities, retrieval
+from recipes.matformer import (
+    finetune_grid,
+    heads,
+    matvit,
+    matvit_measures,
+    probabilities,
+    retrieval,
+)
 from recipes.matformer.starts import BATCHES, write_slices
 from recipes.matformer.submodels import load
 from recipes.nodes import finished
@@ -221,7 +228,8 @@ def out(tmp_path_factory):
 @pytest.mark.parametrize("name", PLOTS)
 def test_tiny_preset(name, out, monkeypatch):
     command = ["--out", str(out), *SHORT]
-    monkeypatch.setattr(matvit, "BETWEEN", 1)
+    monkeypatch.setattr(matvit_measures, "BETWEEN", 1)
+    monkeypatch.setattr(retrieval, "BETWEEN", 1)
     run = MODULES[name].main(command)
     table = read(run.out)
     assert set(table.row) == ROWS[name]
@@ -312,7 +320,7 @@ def test_the_search_learns_on_other_images_than_it_is_judged_on():
     from datamodules import DigitsData
 
     data = DigitsData(batch_size=64, eval_batch_size=600, seed=1)
-    learn, judge = (next(iter(loader))[0] for loader in matvit.halves(data.val_set, 600))
+    learn, judge = (next(iter(loader))[0] for loader in matvit_measures.halves(data.val_set, 600))
     assert len(learn) + len(judge) == len(data.val_set) and abs(len(learn) - len(judge)) <= 1
     learned = {image.numpy().tobytes() for image in learn}
     twice = sum(image.numpy().tobytes() in learned for image in judge)
@@ -343,12 +351,12 @@ def test_the_orders_are_judged_on_the_second_half(monkeypatch):
 
     vit = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 3, "num_heads": 2}
     model = nest(timm.create_model("vit_tiny_patch16_224", num_classes=3, **vit))
-    monkeypatch.setattr(matvit, "halves", lambda samples, batch_size: (first, second))
-    monkeypatch.setattr(matvit, "load", lambda checkpoint: model)
-    monkeypatch.setattr(matvit, "score", record)
+    monkeypatch.setattr(matvit_measures, "halves", lambda samples, batch_size: (first, second))
+    monkeypatch.setattr(matvit_measures, "load", lambda checkpoint: model)
+    monkeypatch.setattr(matvit_measures, "score", record)
     monkeypatch.setattr(Measuring, "datamodule", lambda self, name: data)
     with pytest.raises(Stop):
-        list(matvit.measure_orders(Measuring(0, {}, {"model": Stage()}, None)))
+        list(matvit_measures.measure_orders(Measuring(0, {}, {"model": Stage()}, None)))
     assert seen == [first, second, second]
 
 

@@ -24,7 +24,7 @@ from recipes.claims import NOT_JUDGED, SUPPORTED, judge
 from recipes.experiment import Measuring
 from recipes.experiment_plan import fill, grouped
 from recipes.export import export
-from recipes.matformer import elastic, matlm, matlm_measures, scaling
+from recipes.matformer import convergence, elastic, matlm, matlm_measures, scaling
 from recipes.matformer.language import load
 from recipes.matformer.submodels import ladder
 from recipes.nodes import device
@@ -233,7 +233,7 @@ def test_independent_models_validate_in_every_quarter(preset, out):
 def test_the_validation_loss_after_each_quarter(count, quarters):
     stage = SimpleNamespace(history={"val/loss": list(range(1, count + 1))})
     given = SimpleNamespace(stages={"S": stage}, settings={"metric": "val/loss"})
-    rows = list(matlm_measures.measure_training(given))
+    rows = list(convergence.measure_training(given))
     assert {row.metric for row in rows} <= {"val_loss"}
     assert [row.value for row in rows] == quarters
     assert [row.x for row in rows] == [1, 2, 3, 4][: len(quarters)]
