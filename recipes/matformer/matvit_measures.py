@@ -36,6 +36,11 @@ def measure_alone(m: Measuring) -> Iterator[Row]:
     yield from rows_of(row, score(models, data.val_dataloader(), models[-1], row))
 
 
+def measure_chance(m: Measuring) -> Iterator[Row]:
+    """The accuracy of drawing a class at random, all as likely."""
+    yield Row("chance", "accuracy", 1 / m.datamodule(next(iter(m.stages))).num_classes)
+
+
 def measure_orders(m: Measuring) -> Iterator[Row]:
     """Compare Mix'n'Match with other configurations of its size (Section 3.3, Appendix D.1).
 
