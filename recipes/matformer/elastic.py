@@ -35,8 +35,10 @@ from recipes.experiment import Experiment, Measuring, Run
 from recipes.machine import OthersAtWork
 from recipes.matformer.language import (
     load,
+    measure_unigram,
     plain,
     rows_of,
+    said_unigram,
     score,
     scored_text,
     sizes,
@@ -139,6 +141,7 @@ def declare(run: Run) -> None:
         scoring = {"fractions": settings.model.init_args.fractions, "timed": grid["timed_tokens"]}
         first = {"prepared": prepared, **dict(list(stages.items())[:1])}
         run.measure("untrained", seed, measure_untrained, first, scoring)
+        run.measure("unigram", seed, measure_unigram, dict(list(stages.items())[:1]))
         for row, stage in stages.items():
             run.measure(f"sizes of {row}", seed, measure_sizes, {row: stage}, scoring)
 
@@ -278,6 +281,9 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
             " The uniform sizes, and a Mix'n'Match size where there is one, stand ready for "
             f"transformers in {run.out}/seed0/sizes of {EXPORTED}."
         )
+    untimed = (
+        " Tokens a second, of one sequence, are not measured: other programs used the machine."
+    ) * (bool(trained) and "tokens a second" not in set(lines["metric"]))
     sized = lines[lines["row"] != "prepared"]
     cost = sized[sized["metric"] == "parameters"].groupby("set")["value"].mean()
     largest_first = list(cost.sort_values(ascending=False).index)
@@ -285,7 +291,8 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         f"# A decoder made elastic, preset {run.preset}",
         provenance(run, table),
         f"Perplexity on {scored_text(table, settings.data.init_args)}. All rows saw the "
-        f"same number of tokens. Labels with `*` are Mix'n'Match sizes.{folders}",
+        f"same number of tokens. Labels with `*` are Mix'n'Match sizes.{folders}{untimed}"
+        f"{said_unigram(table)}",
         tabulate(sized, largest_first, columns, index="set").markdown(),
         "![loss against parameters](pareto.png)",
     ]

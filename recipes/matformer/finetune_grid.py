@@ -22,6 +22,7 @@ from lightning_modules.matformer.nest import GRANULARITIES
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.matformer import matvit
+from recipes.matformer.matvit_measures import measure_alone, measure_chance, measure_nested
 from recipes.matformer.starts import sort
 from recipes.matformer.submodels import load
 from recipes.messages import console
@@ -67,13 +68,13 @@ def declare(run: Run) -> None:
                     start = {"XL": run.measure("sorted", seed, write_sorted, {**plain}) / SORTED}
             if finetuning == "matvit":
                 weights = {"model.init_from": start["XL"]}
-                model = run.stage(f"finetune_{row}", "finetune", seed, varied=weights)
-                measure = matvit.measure_nested
-                run.measure(f"score {row}", seed, measure, {"model": model}, {"row": row})
+                models = {"model": run.stage(f"finetune_{row}", "finetune", seed, varied=weights)}
+                run.measure(f"score {row}", seed, measure_nested, models, {"row": row})
                 continue
             only = "" if len(start) > 1 else "XL"
             models = matvit.independents(run, "finetune", seed, f"finetune_{row}", start, only)
-            run.measure(f"score {row}", seed, matvit.measure_alone, models, {"row": row})
+            run.measure(f"score {row}", seed, measure_alone, models, {"row": row})
+        run.measure("chance", seed, measure_chance, models)
 
 
 def write_sorted(m: Measuring) -> list[Row]:
@@ -98,16 +99,18 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     )
     costs = {"parameters": "parameters (without classifier)"}
     joined = ["vit_matvit", "sorted_matvit", "matvit_matvit"]
-    scatter(table, run.out / "finetune_grid.png", "accuracy", costs, titles=titles, joined=joined,
+    scatter(table, run.out / "finetune_grid.png", "accuracy", costs,
+            titles={**titles, **matvit.CHANCE}, joined=joined, baselines=list(matvit.CHANCE),
             scale=100, ylabel="validation accuracy, %")  # fmt: skip
-    sizes = tabulate(table, list(GRANULARITIES), matvit.size_costs(next(iter(titles))), index="set")
+    costs_of = next(iter(titles), "vit_vit")
+    sizes = tabulate(table, list(GRANULARITIES), matvit.size_costs(costs_of), index="set")
     return [
         f"# Pre-training and fine-tuning, plain or nested (Table 7), preset {run.preset}",
         provenance(run, table),
         "Validation accuracy in % after fine-tuning, mean ± standard deviation over seeds, beside "
         "the paper's (L/16, ImageNet-21K → ImageNet-1K, 131M / 156M / 206M / 306M). The scale "
         "differs unless the preset is `paper`: compare how rows and sizes stand to each other, not "
-        "the numbers.",
+        f"the numbers.{matvit.said_chance(table)}",
         beside.markdown(),
         "![accuracy against parameters](finetune_grid.png)",
         "Parameters and multiply-adds without the classifier:",

@@ -19,6 +19,7 @@ from lightning_modules.backbones import build_vision
 from lightning_modules.matformer.nest import GRANULARITIES
 from recipes.experiment import Experiment, Run
 from recipes.matformer import matvit
+from recipes.matformer.matvit_measures import measure_chance, measure_nested
 from recipes.messages import console
 from recipes.plots import scatter
 from recipes.provenance import provenance
@@ -42,7 +43,8 @@ def declare(run: Run) -> None:
         }
         for part, model in models.items():
             name = f"score {part}"
-            run.measure(name, seed, matvit.measure_nested, {"model": model}, {"row": part})
+            run.measure(name, seed, measure_nested, {"model": model}, {"row": part})
+        run.measure("chance", seed, measure_chance, {"model": models["heads"]})
 
 
 def heads_of(architecture: str, model_args: dict[str, Any]) -> int:
@@ -66,15 +68,16 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     main = tabulate(table, list(GRANULARITIES), columns, index="set", heading="size")
     main.show(f"Heads ({run.preset}): validation accuracy, %")
     costs = {"parameters": "parameters (without classifier)", "macs": "multiply-adds"}
-    scatter(table, run.out / "accuracy.png", "accuracy", costs, titles=PARTS,
-            joined=list(PARTS), scale=100, ylabel="validation accuracy, %")  # fmt: skip
+    scatter(table, run.out / "accuracy.png", "accuracy", costs,
+            titles={**PARTS, **matvit.CHANCE}, joined=list(PARTS), baselines=list(matvit.CHANCE),
+            scale=100, ylabel="validation accuracy, %")  # fmt: skip
     return [
         f"# Nested attention heads, preset {run.preset}",
         provenance(run, table),
         "Validation accuracy in %, mean ± standard deviation over seeds; parameters and "
         "multiply-adds without the classifier. S, M, L, XL are 1/8, 1/4, 1/2 and all of the hidden "
         "neurons, or 1/4, 1/2, 3/4 and all of the heads, rounded up to whole heads. The plot shows "
-        "the Mix'n'Match sizes between them too.",
+        f"the Mix'n'Match sizes between them too.{matvit.said_chance(table)}",
         main.markdown(),
         "![accuracy against parameters and multiply-adds](accuracy.png)",
         "Appendix F.2 nests the heads of language models (MatLM-Attn), so there is no number of "

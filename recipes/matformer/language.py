@@ -1,4 +1,4 @@
-"""Loading trained language models, taking submodels of them, and scoring them together."""
+"""Loading trained language models, taking submodels of them, and scoring them and chance."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -14,8 +14,11 @@ from lightning_modules.counting import count_non_embedding, count_parameters
 from lightning_modules.matformer import MatLM, extract, set_granularity
 from lightning_modules.matformer.consistency import SubmodelMetrics, score_tokens
 from lightning_modules.matformer.nest import nesting_of
+from recipes.experiment import Measuring
 from recipes.nodes import device
-from recipes.results import Row
+from recipes.results import Row, by_seed
+
+CHUNK = 2**24  # tokens counted at a time: 128 MB
 
 Model = Callable[[Tensor], Tensor]  # tokens (B, L) to logits (B, L, V)
 
@@ -72,6 +75,35 @@ def score(
         }
         for label, values in metrics.compute().items()
     }
+
+
+def measure_unigram(m: Measuring) -> Iterator[Row]:
+    """Loss and perplexity of a prediction without context, on the tokens that models are scored on.
+
+    It predicts every token from its share of the training tokens, each counted once more than it
+    occurs, so that none has probability 0. A model that is no better has learnt nothing of the
+    order of tokens.
+    """
+    data = m.datamodule(next(iter(m.stages)))
+    stream, counts = data.stream("train"), torch.ones(data.vocab_size, dtype=torch.float64)
+    for first in range(0, len(stream), CHUNK):
+        counts += stream.read(first, first + CHUNK).bincount(minlength=data.vocab_size)
+    shares = counts.log() - counts.sum().log()
+    labels = torch.cat([batch["labels"][:, 1:].flatten() for batch in data.val_dataloader()])
+    loss = -shares[labels[labels != IGNORED]].mean()
+    yield Row("unigram", "loss", loss.item())
+    yield Row("unigram", "perplexity", loss.exp().item())
+
+
+def said_unigram(table: pd.DataFrame) -> str:
+    """A sentence on the prediction without context; "" if it was not measured."""
+    loss, perplexity = (
+        by_seed(table, metric, {"row": "unigram"}) for metric in ("loss", "perplexity")
+    )
+    return (
+        f" Without context, from the tokens' shares in the training text, the loss is "
+        f"{loss.mean():.2f} and the perplexity {perplexity.mean():,.0f}."
+    ) * bool(len(loss))
 
 
 def scored_text(table: pd.DataFrame, data: Any) -> str:

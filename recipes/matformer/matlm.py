@@ -2,7 +2,8 @@
 
 Trains, at equal tokens, MatLM with sampled granularities (the paper), four independent decoders,
 joint training of all granularities (DynaBERT) and a random granularity per layer (OFA); further
-rows draw granularities with other probabilities (Table 6) or nest attention heads (Appendix F.2).
+rows draw granularities with other probabilities (Table 6) or nest attention heads, beside decoders
+trained alone with as many heads (Appendix F.2).
 Then it scores every granularity and the Mix'n'Match sizes between them, compares Mix'n'Match with
 other orders, with search and with layers of S and XL only, and fits the scaling law over widths.
 
@@ -22,23 +23,22 @@ from lightning_modules.matformer.nest import GRANULARITIES
 from recipes import plots
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Run, Stage
-from recipes.matformer.language import scored_text
+from recipes.matformer.convergence import INDEPENDENT, measure_training
+from recipes.matformer.language import measure_unigram, said_unigram, scored_text
 from recipes.matformer.matlm_measures import (
     BUDGETS,
-    INDEPENDENT,
     ORDERS,
     measure_drafts,
     measure_independent,
     measure_orders,
     measure_sizes,
-    measure_training,
 )
 from recipes.matformer.scaling import fit_report
 from recipes.matformer.starts import nested_settings
 from recipes.messages import console
 from recipes.provenance import provenance
 from recipes.records import at
-from recipes.results import select
+from recipes.results import by_seed, select
 from recipes.runner import run_experiment
 from recipes.tables import Column, tabulate
 
@@ -56,29 +56,37 @@ PROBABILITIES = {  # Table 6, of S / M / L / XL
     "p .17/.20/.22/.41": [0.17, 0.20, 0.22, 0.41],
 }
 HEADS = [0.25, 0.5, 0.75, 1.0]  # Appendix F.2
+FEWER_HEADS = "independent heads"  # the row of models trained alone with as many heads
 SEARCH_PAIRS = 60  # random (configuration, loss) pairs that the search learns from
 SIZES = ["S", "M", "L", "XL"]
-XL_BEATS_S = Comparison(
-    "loss",
-    {"row": INDEPENDENT, "set": "S"},
-    {"row": INDEPENDENT, "set": "XL"},
-    0.02,
-    where={"set": ["S", "XL"]},  # one gate for both sets, not one for each
-    digits=3,
-)
-HAVE_LEARNT = [  # in the last quarter of training the loss of each falls by less than 0.05 nats
-    Comparison(
-        "val_loss", {"row": INDEPENDENT, "x": 4.0}, {"row": INDEPENDENT, "x": 3.0}, -0.05,
-        where={"set": size}, digits=3,
-    )
-    for size in ("S", "XL")
-]  # fmt: skip
+# Each must lose less than this in the last quarter of its training. That excludes models that have
+# hardly begun; one with few tokens a parameter may pass, since the learning rate falls to the end.
+LEARNT = 0.05  # nats
+
+
+def size_matters(row: str) -> Comparison:
+    """The condition for judging anything: a row's XL has a clearly lower loss than its S."""
+    small, large = ({"row": row, "set": size} for size in ("S", "XL"))
+    # `where` names the sets, so that this is one gate and not one for each set
+    return Comparison("loss", small, large, 0.02, where={"set": ["S", "XL"]}, digits=3)
+
+
+def have_learnt(row: str) -> list[Comparison]:
+    """The condition for comparing with the models of a row, which are trained alone."""
+    before, after = ({"row": row, "x": quarter} for quarter in (3.0, 4.0))
+    return [
+        Comparison("val_loss", after, before, -LEARNT, where={"set": size}, digits=3)
+        for size in SIZES
+    ]
+
+
 METRICS = {"loss": "loss", "agreement": "equal greedy tokens, %", "kl": "KL(XL ‖ submodel), nats"}
 
 
 def _claim(name: str, sentence: str, where: str, number: str, *tests: Comparison) -> Claim:
-    with_independent = any(INDEPENDENT in (_row(test.a), _row(test.b)) for test in tests)
-    gates = [XL_BEATS_S, *HAVE_LEARNT] if with_independent else XL_BEATS_S
+    rows = {_row(side) for test in tests for side in (test.a, test.b)}
+    alone = next((row for row in (INDEPENDENT, FEWER_HEADS) if row in rows), "")
+    gates = [size_matters(alone or INDEPENDENT), *(have_learnt(alone) if alone else [])]
     return Claim(name, "MatFormer", sentence, where, number, tests, gates)
 
 
@@ -96,6 +104,10 @@ def _mean(a: str, b: str) -> Comparison:
     return Comparison("loss", a, b, where={"set": SIZES}, mean_over="set", digits=4)
 
 
+TIMED = (
+    "a time, and not in the table: benchmarks/speculative.py measures it, in turn with plain "
+    "decoding, with the machine to itself (results/matformer/speculative.md)"
+)
 CLAIMS = [
     _claim(
         "XL as good", "The loss of MatLM's XL is at most 0.01 nats above that of an XL trained "
@@ -154,6 +166,33 @@ CLAIMS = [
         _loss(("p .17/.20/.22/.41", "S"), ("matlm", "S")),
     ),
     _claim(
+        "heads", "MatLM-Attn, which nests heads, has at each size a loss of at most 0.01 nats "
+        "above that of a model trained alone with as many heads.", "Appendix F.2", "not at hand",
+        *(_loss((FEWER_HEADS, size), ("heads", size), -0.01) for size in SIZES),
+    ),
+    Claim(
+        "cost of training", "MatFormer", "A training step through all four granularities costs "
+        "2.58 times as much as one of XL alone.", "training cost", "2.58",
+        [Comparison("cost of all sizes", a, b, -0.005, exact=True, digits=3)
+         for a, b in (("matlm", "paper"), ("paper", "matlm"))],
+    ),
+    Claim(
+        "scaling law", "MatFormer", "The loss of MatLM follows a · (N·D)^b + c, as that of models "
+        "trained alone does.", "Table 3", "21.60, −0.13, 1.33; alone: 14.08, −0.10, 0.89",
+        reason="a preset varies N alone, so that its fit cannot tell N·D from N: the five sizes of "
+        "Table 4 are five presets, which recipes/matformer/scaling.py says how to fit together",
+    ),
+    Claim(
+        "speculative decoding", "MatFormer", "With its own S as draft, MatLM's XL is faster than "
+        "alone, and by more than an XL trained alone with an S trained alone.", "Table 2",
+        "1.14 and 1.11 times as fast against 1.10 and 1.08 (LAMBADA, TriviaQA)", reason=TIMED,
+    ),
+    Claim(
+        "shared cache", "MatFormer", "A draft that shares XL's attention cache makes decoding "
+        "faster than one with a cache of its own.", "Table 2, Appendix C.1",
+        "1.16 and 1.14 against 1.14 and 1.11 times as fast as XL alone", reason=TIMED,
+    ),
+    _claim(
         "drafts", "XL accepts more of the tokens that its own S drafts than an XL trained alone "
         "accepts from an S trained alone.", "Table 2", "not given",
         Comparison("acceptance", "matlm", INDEPENDENT, scale=100),
@@ -163,21 +202,28 @@ CLAIMS = [
 
 def declare(run: Run) -> None:
     """Declare the training and the measurements of every row, for each seed."""
-    main = [*NESTED, INDEPENDENT, *PROBABILITIES]
+    main = [*NESTED, INDEPENDENT, FEWER_HEADS, *PROBABILITIES]
     rows = run.rows([*main, "widths"], ROWS.get(run.preset, main))
     _refuse_other_sizes(nested_settings(run, "matlm").model.init_args, rows)
     for seed in run.seeds:
         stages = {row: nested(run, row, seed) for row in rows if row in (*NESTED, *PROBABILITIES)}
-        alone = {}
+        alone, fewer = {}, {}
         if INDEPENDENT in rows:
             for index, name in enumerate(GRANULARITIES):
                 alone[name] = independent(run, seed, f"independent_{name}", index)
+        if FEWER_HEADS in rows:
+            for name, share in zip(SIZES[:-1], HEADS[:-1], strict=True):
+                fewer[name] = with_fewer_heads(run, seed, name, share)
+            fewer["XL"] = independent(run, seed, "independent_XL", 3)
         for row, stage in stages.items():
             run.measure(f"sizes of {row}", seed, measure_sizes, {"model": stage}, {"row": row})
-        if alone:
-            run.measure("sizes of independent", seed, measure_independent, alone)
-            curve = {"metric": "val/loss"}
-            run.measure("training of independent", seed, measure_training, alone, curve)
+        for row, models in {INDEPENDENT: alone, FEWER_HEADS: fewer}.items():
+            if models:
+                run.measure(f"sizes of {row}", seed, measure_independent, models, {"row": row})
+                curve = {"metric": "val/loss", "row": row}
+                run.measure(f"training of {row}", seed, measure_training, models, curve)
+        if trained := {**stages, **alone, **fewer}:
+            run.measure("unigram", seed, measure_unigram, dict([next(iter(trained.items()))]))
         draft_models = {"model": stages["matlm"]} if "matlm" in stages else {}
         draft_models |= {name: alone[name] for name in ("S", "XL") if alone}
         if draft_models:
@@ -197,7 +243,7 @@ def _refuse_other_sizes(model: Any, rows: list[str]) -> None:
             f"model.fractions is {axes}, expected one axis, ffn or heads, with a number for each "
             f"of {', '.join(GRANULARITIES)}: the tables and Table 5's budgets name these"
         )
-    if not {INDEPENDENT, "widths"} & set(rows):
+    if not {INDEPENDENT, FEWER_HEADS, "widths"} & set(rows):
         return
     given = set(model.model_args or {})
     if model.architecture in CONFIG_MAPPING:  # transformers ignores names that it does not know
@@ -207,8 +253,9 @@ def _refuse_other_sizes(model: Any, rows: list[str]) -> None:
     if lacking:
         raise ValueError(
             f"{model.architecture} takes no {', '.join(lacking)} from model.model_args, by which "
-            f"the rows {INDEPENDENT} and widths are sized: leave them out with --rows, or set "
-            "model.architecture to a type such as starcoder2, with all of them in model_args"
+            f"the rows {INDEPENDENT}, {FEWER_HEADS} and widths are sized: leave them out with "
+            "--rows, or set model.architecture to a type such as starcoder2, with all of them in "
+            "model_args"
         )
 
 
@@ -216,7 +263,7 @@ SCALED = ("hidden_size", "num_attention_heads", "intermediate_size")  # of indep
 # Rows that a preset trains without --rows; presets not listed train all but `widths`.
 ROWS = {
     "tiny": ["matlm", "joint", "per_layer", INDEPENDENT],
-    "small": [*NESTED, INDEPENDENT, *PROBABILITIES, "widths"],
+    "small": [*NESTED, INDEPENDENT, FEWER_HEADS, *PROBABILITIES, "widths"],
 }
 WIDTHS = (1 / 4, 1 / 2, 3 / 4, 1)  # of the preset's hidden size, for the scaling law
 
@@ -345,14 +392,40 @@ def independent(run: Run, seed: int, name: str, index: int, scale: float = 1.0) 
         arguments = c.model.init_args.model_args
         return {**arguments, "intermediate_size": round(arguments["intermediate_size"] * fraction)}
 
-    derived: Derived = {
-        "model.model_args": lambda c: scaled(model_args(c), scale),
-        "model.fractions": lambda c: None,
-        "trainer.max_steps": quarter_of_steps,
-        "trainer.val_check_interval": validation_interval,
-        "model.warmup_steps": quarter_of_warmup,
-    }
+    derived: Derived = {**ALONE, "model.model_args": lambda c: scaled(model_args(c), scale)}
     return training(run, name, seed, {"model.joint": None}, derived, ["val/loss"])
+
+
+def with_fewer_heads(run: Run, seed: int, name: str, share: float) -> Stage:
+    """Declare the training of a plain decoder with a share of the heads, on X tokens.
+
+    Args:
+        run: receives the stage.
+        seed: of the stage.
+        name: of the size.
+        share: of the heads; their size stays.
+    """
+
+    def model_args(c: Any) -> dict[str, Any]:
+        arguments = c.model.init_args.model_args
+        heads = arguments["num_attention_heads"]
+        kept = {
+            key: round(arguments.get(key, heads) * share)
+            for key in ("num_attention_heads", "num_key_value_heads")
+        }
+        return {**arguments, **kept, "head_dim": arguments["hidden_size"] // heads}
+
+    derived: Derived = {**ALONE, "model.model_args": model_args}
+    name = f"independent_heads_{name}"
+    return training(run, name, seed, {"model.joint": None}, derived, ["val/loss"])
+
+
+ALONE: Derived = {  # derived settings of a plain decoder that is trained on X tokens (Appendix B.3)
+    "model.fractions": lambda c: None,
+    "trainer.max_steps": quarter_of_steps,
+    "trainer.val_check_interval": validation_interval,
+    "model.warmup_steps": quarter_of_warmup,
+}
 
 
 def scaled(arguments: dict[str, Any], scale: float) -> dict[str, Any]:
@@ -399,15 +472,58 @@ def _by_size(main: pd.DataFrame, titles: dict[str, str], run: Run) -> list[str]:
         "loss",
         {"non_embedding": "parameters without embeddings"},
         titles=titles,
-        joined=[row for row in titles if row != INDEPENDENT],
+        joined=[row for row in titles if row not in (INDEPENDENT, FEWER_HEADS)],
         ylabel="validation loss, nats a token",
     )
     return [*paragraphs, "![loss against parameters](loss.png)"]
 
 
+def said_cost(table: pd.DataFrame) -> str:
+    """A sentence on the cost of all granularities together; "" if it was not measured."""
+    cost = by_seed(table, "cost of all sizes", {"row": "matlm"})
+    return (
+        f" A step through all four of MatLM's granularities costs {cost.mean():.2f} times as much "
+        "as one through XL (multiply-adds of the linear layers)."
+    ) * bool(len(cost))
+
+
+def _learning(table: pd.DataFrame) -> list[str]:
+    """A table of how far the training of each independent model has come."""
+    alone = select(table, {"row": [INDEPENDENT, FEWER_HEADS]})
+    alone = alone[~alone["set"].str.contains(" d")]
+    columns = []
+    for row in (INDEPENDENT, FEWER_HEADS):
+        last, before = {"row": row, "x": 4.0}, {"row": row, "x": 3.0}
+        columns += [
+            Column(f"{row}: tokens a parameter", "tokens a parameter", {"row": row}),
+            Column("loss at its end", "val_loss", last, digits=3),
+            Column("change in the last quarter", "val_loss", last, reference=before, digits=3),
+        ]
+    shown = tabulate(pd.concat([alone, tokens_a_parameter(alone)]), None, columns, index="set")
+    return [
+        "## How far the independent models have learnt",
+        "Tokens are those of the training, parameters those without embeddings; compute-optimal "
+        "training takes about 20 tokens a parameter (Hoffmann et al., arXiv 2203.15556). The loss "
+        "is that of the training's own validations, on the first windows of the text. Claims that "
+        f"compare with these models are judged only if it falls by less than {LEARNT} nats in the "
+        "last quarter.",
+        shown.markdown(),
+    ] * bool(shown.rows)
+
+
+def tokens_a_parameter(table: pd.DataFrame) -> pd.DataFrame:
+    """The tokens that each model was trained on, divided by its parameters without embeddings."""
+    model = ["seed", "set", "row"]
+    tokens, sizes = (select(table, {"metric": one}) for one in ("tokens", "non_embedding"))
+    both = tokens.merge(sizes[[*model, "value"]], on=model, suffixes=("", " of the size"))
+    ratio = both["value"] / both.pop("value of the size")
+    return both.assign(metric="tokens a parameter", value=ratio)
+
+
 def report(table: pd.DataFrame, run: Run) -> list[str]:
     """Losses by size, consistency, orders and the scaling law."""
-    titles = {**NESTED, INDEPENDENT: INDEPENDENT, **{name: name for name in PROBABILITIES}}
+    others = (INDEPENDENT, FEWER_HEADS, *PROBABILITIES)
+    titles = {**NESTED, **{name: name for name in others}}
     main = select(table, {"metric": [*METRICS, "non_embedding"]})
     main = main[~main["set"].str.contains(" d")]
     data = run.parsed("matlm").data.init_args
@@ -417,10 +533,12 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         f"Validation loss in nats a token, on {scored_text(table, data)}. Labels with `*` are "
         "Mix'n'Match sizes: `M*3+L*3` is three layers of M, then three of L. Nested trainings saw "
         "4X tokens, each independent model X; the joint training makes a quarter of the updates "
-        "with batches four times as large.",
+        "with batches four times as large."
+        f"{said_cost(table)}{said_unigram(table)}",
     ]
     if shown := [row for row in titles if (main["row"] == row).any()]:
         paragraphs += _by_size(main, {row: titles[row] for row in shown}, run)
+    paragraphs += _learning(table)
     if len(orders := select(table, {"metric": "loss at budget"})):
         names = [*ORDERS, "search"]
         columns = [Column(name, "loss at budget", {"row": name}, digits=4) for name in names]

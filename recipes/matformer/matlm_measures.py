@@ -12,17 +12,18 @@ from lightning_modules.matformer.nest import nesting_of
 from lightning_modules.matformer.search import evolve, fit_predictor, sample_configurations
 from lightning_modules.matformer.speculative import SpeculationRecord, speculative_generate
 from recipes.experiment import Measuring
+from recipes.matformer.convergence import INDEPENDENT
 from recipes.matformer.language import load, plain, rows_of, score, sizes, submodels
 from recipes.matformer.submodels import halves, ladder
 from recipes.nodes import device
 from recipes.plan import device_count
 from recipes.results import Row
 
-INDEPENDENT = "independent"
 BETWEEN = 3  # Mix'n'Match sizes between neighbouring granularities
 # Table 5: the smaller granularity, and the share of layers that are one granularity larger
 BUDGETS = {"M": (1, 0.0), "M 3/4 + L 1/4": (1, 0.25), "M 5/16 + L 11/16": (1, 0.6875),
            "L 1/2 + XL 1/2": (2, 0.5)}  # fmt: skip
+TRAINING_COST = 2.58  # of all four granularities, relative to XL, as the paper counts it
 ORDERS: tuple[Order, ...] = get_args(Order)
 
 
@@ -41,6 +42,10 @@ def measure_sizes(m: Measuring) -> Iterator[Row]:
     mixed = [label for label in scores if "*" in label]
     if gaps := [_below_line(scores, costs, label, nesting.names) for label in mixed]:
         yield Row(row, "below the line", sum(gaps) / len(gaps))
+    if row == "matlm" and not suffix:
+        weights = [costs[name]["non_embedding"] for name in nesting.names]
+        yield Row(row, "cost of all sizes", sum(weights) / max(weights))
+        yield Row("paper", "cost of all sizes", TRAINING_COST)
 
 
 def _below_line(
@@ -61,22 +66,8 @@ def measure_independent(m: Measuring) -> Iterator[Row]:
     vocabulary = next(iter(models.values())).config.vocab_size
     scores = score({n: plain(x) for n, x in models.items()}, data.val_dataloader(), vocabulary)
     costs = {n: {**sizes(x, None), "tokens": tokens(m, n)} for n, x in models.items()}
-    suffix = m.settings.get("suffix", "")
-    yield from rows_of(INDEPENDENT, *(_named(part, suffix) for part in (scores, costs)))
-
-
-def measure_training(m: Measuring) -> Iterator[Row]:
-    """A validation metric of each independent model after each quarter (x) of its training.
-
-    Its change in the last quarter shows how far the training was from convergence. A stage with
-    fewer than four validations yields no rows. Settings: `metric`, such as "val/loss".
-    """
-    logged = m.settings["metric"]
-    for name, stage in m.stages.items():
-        values = stage.history.get(logged, [])
-        for quarter in range(1, 5) if len(values) > 3 else ():
-            at = round(len(values) * quarter / 4) - 1
-            yield Row(INDEPENDENT, logged.replace("/", "_"), values[at], name, x=quarter)
+    suffix, row = m.settings.get("suffix", ""), m.settings.get("row", INDEPENDENT)
+    yield from rows_of(row, *(_named(part, suffix) for part in (scores, costs)))
 
 
 def _named(values: dict[str, Any], suffix: str) -> dict[str, Any]:

@@ -13,31 +13,35 @@ Then scores every granularity, the Mix'n'Match sizes between them and the baseli
 MatViT trains for 4X epochs, the `max_epochs` of the YAML file, and each independent model for X
 epochs (Appendix B.3). Where the YAML file names pre-trained weights, as at `small`, the neurons are
 first sorted by importance; an independent model starts from the slice that MatViT's size uses, and
-a further row nests the neurons in their original order. matvit_grid.yaml lists the learning rates
-that each training chooses from.
+a further row nests the neurons in their original order. `--rows …,scratch` adds an XL trained from
+random weights. matvit_grid.yaml lists the learning rates that each training chooses from.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, get_args
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pandas as pd
 import torch
 
 from lightning_modules.backbones import build_vision
-from lightning_modules.matformer import arrange, layer_costs, mix_and_match
-from lightning_modules.matformer.mix_and_match import Order
-from lightning_modules.matformer.nest import GRANULARITIES, nesting_of
-from lightning_modules.matformer.search import evolve, fit_predictor, sample_configurations
+from lightning_modules.matformer.nest import GRANULARITIES
 from recipes.claims import Claim, Comparison
-from recipes.experiment import Experiment, Measuring, Run
-from recipes.matformer.matlm_measures import measure_training
+from recipes.experiment import Experiment, Run
+from recipes.matformer.convergence import measure_training
+from recipes.matformer.matvit_measures import (
+    ORDERS,
+    SEARCH_PAIRS,
+    measure_alone,
+    measure_chance,
+    measure_nested,
+    measure_orders,
+)
 from recipes.matformer.starts import starts
-from recipes.matformer.submodels import halves, ladder, load, rows_of, score, submodel
 from recipes.messages import console
 from recipes.nodes import Artifact, Node, Stage
 from recipes.plots import scatter
 from recipes.provenance import provenance
-from recipes.results import Row, select, unique
+from recipes.results import by_seed, select, unique
 from recipes.runner import run_experiment
 from recipes.tables import Column, tabulate
 
@@ -48,35 +52,40 @@ ROWS = {
     "dynabert": "joint, a quarter each (DynaBERT)",
     "per_layer": "per layer (OFA)",
     "unsorted": "MatViT, neurons not sorted",
+    "scratch": "ViT from scratch",
 }
-BETWEEN = 3  # Mix'n'Match sizes between neighbouring granularities
-SEARCH_PAIRS = 60  # random (configuration, loss) pairs that the search learns from
-ORDERS: tuple[Order, ...] = get_args(Order)
+CHANCE = {"chance": "chance"}
 Derived = dict[str, Callable[[Any], Any]]  # settings computed from all others
 SAMPLER = "callbacks.granularity.GranularitySampling"
 COUNT = len(GRANULARITIES)
+PAIRS = (("matvit", "independent"), ("matvit", "unsorted"), ("independent", "scratch"))
 CURVE, MONITORED = "training of independent", {"metric": "val/accuracy"}
 
 
 def declare(run: Run) -> None:
     """Declare the training and the scores of every row, for each seed."""
     pretrained = run.parsed("matvit").model.init_args.init_from is not None
-    rows = run.rows([row for row in ROWS if pretrained or row != "unsorted"])
+    known = [row for row in ROWS if pretrained or row not in ("unsorted", "scratch")]
+    rows = run.rows(known, [row for row in known if row != "scratch"])
     for seed in run.seeds:
         for row in rows:
+            models: dict[str, Node]
+            if row in ("independent", "scratch"):
+                alone = independents if row == "independent" else scratch
+                models = {**alone(run, "matvit", seed)}
+                run.measure(f"score {row}", seed, measure_alone, models, {"row": row})
+            else:
+                models = {"model": nested(run, row, seed)}
+                run.measure(f"score {row}", seed, measure_nested, models, {"row": row})
             if row == "independent":
-                models: dict[str, Node] = {**independents(run, "matvit", seed)}
-                run.measure("score independent", seed, measure_alone, models, {"row": row})
                 run.measure(CURVE, seed, measure_training, models, MONITORED)
-                continue
-            model = nested(run, row, seed)
-            run.measure(f"score {row}", seed, measure_nested, {"model": model}, {"row": row})
             if row == "matvit":
-                run.measure("orders", seed, measure_orders, {"model": model})
+                run.measure("orders", seed, measure_orders, models)
+        run.measure("chance", seed, measure_chance, models)
 
 
 def nested(run: Run, row: str, seed: int) -> Stage:
-    """Declare the training of a nested row, which is any of ROWS but `independent`."""
+    """Declare the training of a nested row: any of ROWS but `independent` and `scratch`."""
     varied: dict[str, dict[str, Any]] = {
         "matvit": {},
         "joint": {"model.joint": "sum"},
@@ -105,6 +114,7 @@ def training(
     varied: dict[str, Any],
     derived: Derived | None = None,
     size: str = "XL",
+    trials_of: str = "trials",
 ) -> Stage:
     """Declare a training with the settings that its trials choose, if the preset has trials.
 
@@ -115,8 +125,10 @@ def training(
         varied: settings in which it differs from matvit.yaml.
         derived: see `Stage`.
         size: whose slice of the pre-trained weights it starts from, if there are any.
+        trials_of: the entry of matvit_grid.yaml that lists the settings of its trials.
     """
     grid, rules = run.grid("matvit_grid"), derived or {}
+    candidates = grid[trials_of]
 
     def varied_at(seed: int) -> dict[str, Any]:
         files = starts(run, seed, varied.get("model.part", "ffn"))
@@ -132,11 +144,11 @@ def training(
         run.stage(
             f"{name} trial {number}", "matvit", 0, varied_at(0), {**one, **grid["trial"]}, halved
         )
-        for number, one in enumerate(grid["trials"], 1)
+        for number, one in enumerate(candidates, 1)
     ]
     plain = "model.fractions" in varied and varied["model.fractions"] is None
     metrics = ["val/accuracy"] if plain else [f"val/accuracy_{one}" for one in GRANULARITIES]
-    chosen = run.best(trials, metrics, list(grid["trials"][0])) if trials else {}
+    chosen = run.best(trials, metrics, list(candidates[0])) if trials else {}
     return run.stage(name, "matvit", seed, varied_at(seed), chosen, rules)
 
 
@@ -238,6 +250,13 @@ def independents(
     return stages
 
 
+def scratch(run: Run, config: str, seed: int) -> dict[str, Stage]:
+    """Declare the training of a plain XL for X epochs from random weights."""
+    varied = {"model.fractions": None, "model.init_from": None}
+    derived = {**quarter(), **by_quarters()}
+    return {"XL": training(run, "scratch", seed, varied, derived, trials_of="scratch")}
+
+
 def narrow(place: int) -> Callable[[Any], dict[str, Any]]:
     """A function from a stage's settings to the `model_args` of a plain model of one size.
 
@@ -264,76 +283,11 @@ def hidden_ratio(architecture: str, model_args: dict[str, Any]) -> float:
     return layer.in_features / layer.out_features
 
 
-def measure_nested(m: Measuring) -> Iterator[Row]:
-    """Score every granularity of a nested model, and Mix'n'Match sizes between them."""
-    data, model = m.datamodule("model"), load(m.stages["model"].checkpoint)
-    between = m.settings.get("between", BETWEEN)
-    sizes = [submodel(model, data.image_size, mix) for mix in ladder(model, between)]
-    row = m.settings["row"]
-    yield from rows_of(row, score(sizes, data.val_dataloader(), sizes[-1], row))
-
-
-def measure_alone(m: Measuring) -> Iterator[Row]:
-    """Score plain models of several sizes, and compare each with the largest of them."""
-    data = m.datamodule(next(iter(m.stages)))
-    models = [
-        submodel(load(stage.checkpoint), data.image_size, None, label=size)
-        for size, stage in m.stages.items()
-    ]
-    row = m.settings["row"]
-    yield from rows_of(row, score(models, data.val_dataloader(), models[-1], row))
-
-
-def measure_orders(m: Measuring) -> Iterator[Row]:
-    """Compare Mix'n'Match with other configurations of its size (Section 3.3, Appendix D.1).
-
-    The others are the same layers in other orders, [S … S, XL … XL], and the result of an
-    evolutionary search. The search's predictor is fitted to losses on every other validation image;
-    all configurations are compared on the remaining images.
-    """
-    data, model = m.datamodule("model"), load(m.stages["model"].checkpoint)
-    fitting, comparing = halves(data.val_set, data.eval_batch_size)
-    costs, _ = layer_costs(model, "parameters")
-    layers, sizes = len(costs), len(costs[0])
-
-    def cost(mix: list[int]) -> float:
-        return sum(layer[index] for layer, index in zip(costs, mix, strict=True))
-
-    def losses(chosen: dict[str, list[int]], loader: Any) -> dict[str, float]:
-        models = {name: submodel(model, data.image_size, mix) for name, mix in chosen.items()}
-        distinct = list({model.label: model for model in models.values()}.values())
-        scores = score(distinct, loader, largest, "orders")
-        return {name: scores[model.label]["loss"] for name, model in models.items()}
-
-    largest = submodel(model, data.image_size, [sizes - 1] * layers)
-    sampled = sample_configurations(layers, sizes, min(SEARCH_PAIRS, sizes**layers), m.seed)
-    targets = losses({str(place): list(mix) for place, mix in enumerate(sampled)}, fitting)
-    predictor = fit_predictor(sampled, list(targets.values()), m.seed)
-    yield Row(row="search", metric="predictor_mse", value=predictor.mse)
-    yield Row(row="search", metric="predictor_variance", value=predictor.baseline_mse)
-
-    for level in range(sizes - 1):
-        mix = [level] * (layers - layers // 2) + [level + 1] * (layers // 2)
-        chosen: dict[str, list[int]] = {order: arrange(mix, order) for order in ORDERS}
-        chosen["search"] = evolve(predictor, costs, cost(mix), seed=m.seed)
-        name = nesting_of(model).label(mix)
-        for row, loss in losses(chosen, comparing).items():
-            yield Row(row=row, set=name, metric="loss", value=loss)
-            yield Row(row=row, set=name, metric="cost", value=cost(chosen[row]))
-    for count in range(1, layers):
-        ends = [0] * (layers - count) + [sizes - 1] * count
-        chosen = {"ends": ends, "least_slope": mix_and_match(costs, cost(ends))}
-        name = nesting_of(model).label(ends)
-        for row, loss in losses(chosen, comparing).items():
-            yield Row(row=row, set=name, metric="loss", value=loss)
-            yield Row(row=row, set=name, metric="cost", value=cost(chosen[row]))
-
-
 def report(table: pd.DataFrame, run: Run) -> list[str]:
     """Accuracy, agreement, divergence, and the orders of Mix'n'Match."""
     methods = {row: title for row, title in ROWS.items() if row in set(table["row"])}
     sizes = size_columns(table, methods)
-    scored = {"stage": [f"score {row}" for row in methods]}
+    scored = {"stage": ["chance", *(f"score {row}" for row in methods)]}
     costs_of = next(iter(methods), "matvit")
     columns = [*size_costs(costs_of), *compared(methods)]
     main = tabulate(table, sizes, columns, index="set", heading="size")
@@ -341,10 +295,13 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     costs = {"parameters": "parameters (without classifier)", "macs": "multiply-adds"}
     joined = [row for row in methods if row != "independent"]
     plot = run.out / "accuracy.png"
-    scatter(table, plot, "accuracy", costs, where=scored, titles=methods, joined=joined,
-            scale=100, ylabel="validation accuracy, %")  # fmt: skip
-    agreement = compared(methods, "agreement")
-    divergence = compared(methods, "kl", scale=1, digits=3)
+    scatter(table, plot, "accuracy", costs, where=scored, titles={**methods, **CHANCE},
+            joined=joined, baselines=list(CHANCE), scale=100,
+            ylabel="validation accuracy, %")  # fmt: skip
+    several = {row: title for row, title in methods.items() if row != "scratch"}  # sizes
+    agreement = compared(several, "agreement")
+    divergence = compared(several, "kl", scale=1, digits=3)
+    alone = " The ViT from scratch is an XL trained for X epochs from random weights."
     text = [
         f"# MatViT, preset {run.preset}",
         provenance(run, table),
@@ -352,7 +309,8 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         "multiply-adds without the classifier. Labels with `*` are Mix'n'Match sizes: `M*3+L*3` "
         "is three layers of M, then three of L. Each independent model trained for X epochs; "
         "MatViT, DynaBERT and the per-layer row for 4X epochs; joint training for X epochs with "
-        "every image through all granularities.",
+        f"every image through all granularities.{alone if 'scratch' in methods else ''}"
+        f"{said_chance(table)}",
         main.markdown(),
         "![accuracy against parameters and multiply-adds](accuracy.png)",
         "## Agreement with the largest model of the same training",
@@ -362,6 +320,12 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         tabulate(table, sizes, divergence, index="set", heading="size").markdown(),
     ]
     return [*text, *report_orders(table)] if "orders" in set(table["stage"]) else text
+
+
+def said_chance(table: pd.DataFrame) -> str:
+    """A sentence on the accuracy of drawing a class at random; "" if it was not measured."""
+    values = by_seed(table, "accuracy", {"row": "chance"})
+    return f" Chance, one class drawn of all, is {100 * values.mean():.1f} %." * bool(len(values))
 
 
 def size_columns(table: pd.DataFrame, methods: dict[str, str]) -> list[str]:
@@ -381,10 +345,10 @@ def size_costs(row: str | list[str] = "matvit") -> list[Column]:
 def compared(
     methods: dict[str, str], metric: str = "accuracy", scale: float = 100, digits: int = 1
 ) -> list[Column]:
-    """A column for each method, then MatViT's and the unsorted rows' paired differences."""
+    """A column for each method, then paired differences between some of them."""
     style: dict[str, Any] = {"scale": scale, "digits": digits}
     columns = [Column(title, metric, {"row": row}, **style) for row, title in methods.items()]
-    for row, reference in (("matvit", "independent"), ("matvit", "unsorted")):
+    for row, reference in PAIRS:
         if row in methods and reference in methods:
             title = f"{methods[row]} − {methods[reference]}"
             columns.append(

@@ -17,6 +17,7 @@ from lightning_modules.matformer.nest import GRANULARITIES
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Run
 from recipes.matformer import matvit
+from recipes.matformer.matvit_measures import measure_chance, measure_nested
 from recipes.messages import console
 from recipes.nodes import Stage
 from recipes.plots import plt, save_plot
@@ -48,13 +49,10 @@ def declare(run: Run) -> None:
     for seed in run.seeds:
         for row in TABLE_6:
             if name(row) in chosen:
-                run.measure(
-                    f"score {folder(row)}",
-                    seed,
-                    matvit.measure_nested,
-                    {"model": training(run, row, seed)},
-                    {"row": name(row), "between": 0},
-                )
+                model = {"model": training(run, row, seed)}
+                settings = {"row": name(row), "between": 0}
+                run.measure(f"score {folder(row)}", seed, measure_nested, model, settings)
+        run.measure("chance", seed, measure_chance, model)
 
 
 def training(run: Run, row: Sequence[float], seed: int) -> Stage:
@@ -89,7 +87,8 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     text = [
         f"# Sampling probabilities (Table 6), preset {run.preset}",
         provenance(run, table),
-        "Validation accuracy in %, mean ± standard deviation over seeds:",
+        "Validation accuracy in %, mean ± standard deviation over seeds."
+        f"{matvit.said_chance(table)}",
         accuracy.markdown(),
         "Validation loss in nats, beside the paper's validation log-perplexity of an 850M language "
         "model. Task and scale differ: compare how a row changes from size to size.",

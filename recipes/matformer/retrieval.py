@@ -14,6 +14,7 @@ here if that experiment has not been run.
 from collections.abc import Iterator
 
 import pandas as pd
+import torch
 from torch.utils.data import DataLoader
 
 from datamodules.images import ImageData, ImageSet
@@ -23,7 +24,8 @@ from lightning_modules.matformer.nest import GRANULARITIES
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.matformer import matvit
-from recipes.matformer.matlm_measures import measure_training
+from recipes.matformer.convergence import measure_training
+from recipes.matformer.matvit_measures import BETWEEN
 from recipes.matformer.submodels import Submodel, encode, ladder, load, submodel
 from recipes.messages import console
 from recipes.plots import scatter
@@ -58,10 +60,22 @@ def declare(run: Run) -> None:
 def measure_nested(m: Measuring) -> Iterator[Row]:
     """Retrieve with every size of MatViT."""
     data, model = m.datamodule("model"), load(m.stages["model"].checkpoint)
-    sizes = [submodel(model, data.image_size, mix) for mix in ladder(model, matvit.BETWEEN)]
+    sizes = [submodel(model, data.image_size, mix) for mix in ladder(model, BETWEEN)]
     yield from retrieve("matvit", sizes, data)
     for mode in MODES:
-        yield Row(row="chance", metric=mode, value=1 / data.num_classes)
+        yield Row(row="chance", metric=mode, value=chance(data))
+
+
+def chance(data: ImageData) -> float:
+    """The share of documents that have the query's class, mean over queries.
+
+    It is the 1-NN accuracy of an encoder that knows nothing about the images.
+    """
+    documents, queries = (
+        torch.tensor([label for _, label in part.items]) for part in (data.train_set, data.val_set)
+    )
+    shares = torch.bincount(documents, minlength=data.num_classes) / len(documents)
+    return shares[queries].mean().item()
 
 
 def measure_alone(m: Measuring) -> Iterator[Row]:
@@ -138,12 +152,13 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         table, sizes, [*matvit.size_costs(), *columns], index="set", heading="query encoder"
     )
     main.show(f"Retrieval ({run.preset}): 1-NN accuracy, %")
-    titles = {**FAMILIES, "chance": "chance"}
+    titles = {**FAMILIES, **matvit.CHANCE}
     costs = {"macs": "multiply-adds of the query encoder"}
     for mode in MODES:
         scatter(table, run.out / f"{mode}.png", mode, costs,
-                titles=titles, joined=["matvit"], scale=100, ylabel="1-NN accuracy, %")  # fmt: skip
-    chance = by_seed(table, "adaptive", {"row": "chance"}).mean()
+                titles=titles, joined=["matvit"], baselines=list(matvit.CHANCE),
+                scale=100, ylabel="1-NN accuracy, %")  # fmt: skip
+    drawn = by_seed(table, "adaptive", {"row": "chance"}).mean()
     paper = Table(["", *GRANULARITIES], [[name, *values] for name, values in TABLE_8.items()])
     return [
         f"# Retrieval with elastic query encoders, preset {run.preset}",
@@ -152,7 +167,8 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         "vectors; documents are the training images without augmentation, queries the validation "
         "images. Adaptive: XL encodes the documents. Traditional: the query's encoder does. "
         "Multiply-adds are those of the query encoder for one image. Labels with `*` are "
-        f"Mix'n'Match sizes. Chance is {100 * chance:.1f} %.",
+        f"Mix'n'Match sizes. Chance, the share of documents that have the query's class, is "
+        f"{100 * drawn:.1f} %.",
         main.markdown(),
         "![1-NN accuracy against compute of the query encoder, documents by XL](adaptive.png)",
         "![the same, documents by the query's encoder](traditional.png)",

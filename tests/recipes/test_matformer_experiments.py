@@ -3,6 +3,7 @@
 import copy
 import math
 from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -17,7 +18,14 @@ from lightning_modules.weights import load_weights
 from recipes.claims import NOT_JUDGED, SUPPORTED, judge
 from recipes.cli import parse, presets
 from recipes.experiment import Measuring
-from recipes.matformer import finetune_grid, heads, matvit, probabilities, retrieval
+from recipes.matformer import (
+    finetune_grid,
+    heads,
+    matvit,
+    matvit_measures,
+    probabilities,
+    retrieval,
+)
 from recipes.matformer.starts import BATCHES, write_slices
 from recipes.matformer.submodels import load
 from recipes.nodes import finished
@@ -39,11 +47,13 @@ PLOTS = {
     "heads": ["accuracy.png"],
 }
 ROWS = {
-    "matvit": {*matvit.ROWS, *matvit.ORDERS, "search", "ends", "least_slope"} - {"unsorted"},
+    "matvit": {*matvit.ROWS, *matvit.ORDERS, "search", "ends", "least_slope"}
+    - {"unsorted", "scratch"}
+    | {"chance"},
     "retrieval": {*retrieval.FAMILIES, "chance"},
-    "finetune_grid": set(finetune_grid.ROWS),
-    "probabilities": {probabilities.name(row) for row in probabilities.TABLE_6},
-    "heads": set(heads.PARTS),
+    "finetune_grid": {*finetune_grid.ROWS, "chance"},
+    "probabilities": {*map(probabilities.name, probabilities.TABLE_6), "chance"},
+    "heads": {*heads.PARTS, "chance"},
 }
 EPOCHS = 4  # of a nested stage in the tiny runs; an independent model has a quarter
 SHORT = [
@@ -221,14 +231,15 @@ def out(tmp_path_factory):
 @pytest.mark.parametrize("name", PLOTS)
 def test_tiny_preset(name, out, monkeypatch):
     command = ["--out", str(out), *SHORT]
-    monkeypatch.setattr(matvit, "BETWEEN", 1)
+    monkeypatch.setattr(matvit_measures, "BETWEEN", 1)
+    monkeypatch.setattr(retrieval, "BETWEEN", 1)
     run = MODULES[name].main(command)
     table = read(run.out)
     assert set(table.row) == ROWS[name]
     check_numbers(name, table)
     check_updates(run)
     text = (run.out / "report.md").read_text()
-    assert "A smoke test" in text and "| --- |" in text
+    assert "Chance, " in text and "A smoke test" in text and "| --- |" in text
     for plot in PLOTS[name]:
         assert f"({plot})" in text
         with Image.open(run.out / plot) as picture:
@@ -253,6 +264,8 @@ def check_numbers(name, table):
         assert part.value.between(-1e-6, bounds.get(metric, math.inf)).all(), metric
     largest = select(table, {"metric": "agreement", "set": "XL"}).value
     assert (largest == 1).all()
+    chance = select(table, {"row": "chance"}).value
+    assert np.allclose(chance, 0.1, atol=1e-3 if name == "retrieval" else 0)  # of ten digits
     if name == "retrieval":  # XL's queries and documents are the same in both modes
         xl = select(table, {"set": "XL"}).set_index(["row", "metric"]).value
         assert all(xl[row, "adaptive"] == xl[row, "traditional"] for row in retrieval.FAMILIES)
@@ -312,7 +325,7 @@ def test_the_search_learns_on_other_images_than_it_is_judged_on():
     from datamodules import DigitsData
 
     data = DigitsData(batch_size=64, eval_batch_size=600, seed=1)
-    learn, judge = (next(iter(loader))[0] for loader in matvit.halves(data.val_set, 600))
+    learn, judge = (next(iter(loader))[0] for loader in matvit_measures.halves(data.val_set, 600))
     assert len(learn) + len(judge) == len(data.val_set) and abs(len(learn) - len(judge)) <= 1
     learned = {image.numpy().tobytes() for image in learn}
     twice = sum(image.numpy().tobytes() in learned for image in judge)
@@ -343,12 +356,12 @@ def test_the_orders_are_judged_on_the_second_half(monkeypatch):
 
     vit = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 3, "num_heads": 2}
     model = nest(timm.create_model("vit_tiny_patch16_224", num_classes=3, **vit))
-    monkeypatch.setattr(matvit, "halves", lambda samples, batch_size: (first, second))
-    monkeypatch.setattr(matvit, "load", lambda checkpoint: model)
-    monkeypatch.setattr(matvit, "score", record)
+    monkeypatch.setattr(matvit_measures, "halves", lambda samples, batch_size: (first, second))
+    monkeypatch.setattr(matvit_measures, "load", lambda checkpoint: model)
+    monkeypatch.setattr(matvit_measures, "score", record)
     monkeypatch.setattr(Measuring, "datamodule", lambda self, name: data)
     with pytest.raises(Stop):
-        list(matvit.measure_orders(Measuring(0, {}, {"model": Stage()}, None)))
+        list(matvit_measures.measure_orders(Measuring(0, {}, {"model": Stage()}, None)))
     assert seen == [first, second, second]
 
 
@@ -401,6 +414,36 @@ def test_independent_models_that_still_learn_fast_are_no_baseline():
     shut = [claim.name for claim in matvit.CLAIMS if judge(claim, table)[0] == NOT_JUDGED]
     beside = ["MatViT S agrees with XL", "ViT → MatViT keeps XL"]
     assert set(shut) == {*beside, *(f"MatViT {size} ≥ independent {size}" for size in SIZES)}
+
+
+def test_an_encoder_that_knows_nothing_finds_the_commonest_class_most():
+    documents, queries = ([(None, label) for label in labels] for labels in ([0, 0, 0, 1], [0, 1]))
+    data = SimpleNamespace(
+        train_set=SimpleNamespace(items=documents),
+        val_set=SimpleNamespace(items=queries),
+        num_classes=2,
+    )
+    assert retrieval.chance(data) == (3 / 4 + 1 / 4) / 2
+    data.val_set.items = [(None, 0)]
+    assert retrieval.chance(data) == 3 / 4
+
+
+def test_from_scratch_is_trained_as_an_independent_xl_is():
+    """As long, and with trials of its own; only when it is asked for."""
+    assert "scratch" not in stages(declared("matvit", "--preset", "small"))
+    run = declared("matvit", "--preset", "small", "--rows", "independent,scratch")
+    found = stages(run)
+    scratch, alone = found["scratch"], found["independent_XL"]
+    assert scratch.model.init_args.init_from is None and scratch.model.init_args.fractions is None
+    assert scratch.trainer.max_epochs == alone.trainer.max_epochs == 2
+    tried = {
+        name: [one.model.init_args.lr for title, one in found.items() if f"{name} trial" in title]
+        for name in ("scratch", "independent_XL")
+    }
+    assert len(tried["scratch"]) == len(tried["independent_XL"]) == 6
+    assert max(tried["scratch"]) > max(tried["independent_XL"])
+    with pytest.raises(ValueError, match="--rows has 'scratch'"):  # all of it is from scratch
+        declared("matvit", "--rows", "scratch")
 
 
 @pytest.mark.parametrize("name", PLOTS)

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,14 +21,14 @@ from lightning_modules.backbones import build_text
 from lightning_modules.matformer import nest, set_granularity
 from lightning_modules.matformer.speculative import speculative_generate
 from recipes import generate
-from recipes.claims import NOT_JUDGED, SUPPORTED, judge
+from recipes.claims import NOT_JUDGED, REFUTED, SUPPORTED, judge
 from recipes.experiment import Measuring
 from recipes.experiment_plan import fill, grouped
 from recipes.export import export
-from recipes.matformer import elastic, matlm, matlm_measures, scaling
+from recipes.matformer import convergence, elastic, matlm, matlm_measures, scaling
 from recipes.matformer.language import load
 from recipes.matformer.submodels import ladder
-from recipes.nodes import device
+from recipes.nodes import device, finished
 from recipes.predict import Predictor
 from recipes.records import read_record
 from recipes.results import Row, read, tidy
@@ -50,7 +51,7 @@ def run(experiment, out, *flags):
 
 @pytest.fixture(scope="module")
 def trained(out):
-    rows = "matlm,joint,per_layer,heads,independent,p .17/.20/.22/.41"
+    rows = "matlm,joint,per_layer,heads,independent,independent heads,p .17/.20/.22/.41"
     return run(matlm, out, "--rows", rows)
 
 
@@ -62,12 +63,13 @@ def values(table, metric):
 
 def test_every_row_has_its_tokens_and_its_sizes(trained):
     table = read(trained.out)
-    rows = {"matlm", "joint", "per_layer", "heads", "independent", "p .17/.20/.22/.41"}
+    alone = {"independent", "independent heads"}
+    rows = {"matlm", "joint", "per_layer", "heads", *alone, "p .17/.20/.22/.41"}
     tokens, loss = values(table, "tokens"), values(table, "loss")
     for row in rows:
         for size in ("S", "M", "L", "XL"):
             # 8 steps of 8 blocks of 64 tokens are 4X
-            assert tokens[row, size] == (1024 if row == "independent" else 4096)
+            assert tokens[row, size] == (1024 if row in alone else 4096)
             assert 0 < loss[row, size] < 7
     assert values(table, "perplexity")["matlm", "S"] == pytest.approx(np.exp(loss["matlm", "S"]))
     assert values(table, "agreement")["matlm", "XL"] == 1
@@ -76,7 +78,47 @@ def test_every_row_has_its_tokens_and_its_sizes(trained):
     for row in ("matlm", "independent"):
         for size, neurons in inner.items():
             assert parameters[row, size] == 4 * (4 * d * d + 2 * d * neurons)
-    assert parameters["heads", "S"] == 4 * (4 * d * d // 4 + 2 * d * 128)
+    for row in ("heads", "independent heads"):
+        for heads, size in enumerate(("S", "M", "L", "XL"), start=1):
+            assert parameters[row, size] == 4 * (4 * d * d * heads // 4 + 2 * d * 128)
+
+
+def test_all_granularities_cost_what_the_paper_says(trained):
+    table = read(trained.out)
+    cost = values(table, "cost of all sizes")
+    assert cost["matlm", ""] == pytest.approx(31 / 12)
+    [claim] = (one for one in matlm.CLAIMS if one.name == "cost of training")
+    assert judge(claim, table)[0] == SUPPORTED
+    dearer = table.assign(value=table["value"].where(table["row"] != "matlm", 2.6))
+    assert judge(claim, dearer)[0] == REFUTED
+    assert "costs 2.58 times as much" in (trained.out / "report.md").read_text()
+
+
+@pytest.mark.parametrize("made_by", ["trained", "made_elastic"])
+def test_the_prediction_without_context_knows_how_often_each_token_occurs(made_by, request):
+    made = request.getfixturevalue(made_by)
+    found = values(read(made.out), "loss")["unigram", ""]
+    stage = next(node for node in made.nodes.values() if node.name in ("matlm", "elastic"))
+    data = finished(stage).datamodule()
+    counts = Counter(data.stream("train").read(0, 10**9).tolist())
+    total = sum(counts.values()) + 259
+    scored = data.stream("val").read(0, 10**9).tolist()[1:]  # the first is no label
+    by_hand = -np.mean([np.log((counts[token] + 1) / total) for token in scored])
+    assert len(scored) == 1499 and found == pytest.approx(by_hand, rel=1e-5)
+    assert 2 < found < np.log(259)
+    assert f"the loss is {found:.2f} and" in (made.out / "report.md").read_text()
+
+
+def test_the_report_says_how_many_tokens_each_independent_model_saw(trained):
+    table = read(trained.out)
+    ratios = values(matlm.tokens_a_parameter(table), "tokens a parameter")
+    size = values(table, "non_embedding")["independent", "S"]
+    assert ratios["independent", "S"] == 1024 / size
+    curve = [Row("independent", "val_loss", 3 - x / 10, "S", x=x) for x in range(1, 5)]
+    table = pd.concat([table, tidy(curve, "matformer.matlm", "tiny", 0)])
+    text = "\n".join(matlm.report(table, trained))
+    line = next(one for one in text.split("\n") if one.startswith("| S | ") and "-0.100" in one)
+    assert f"| {1024 / size:.1f} | 2.600 | -0.100 |" in line
 
 
 def test_each_training_made_the_updates_that_are_due(trained):
@@ -134,6 +176,10 @@ def test_the_report_on_a_decoder_names_the_folders_that_exist(row, named, tmp_pa
     text = "\n".join(elastic.report(table, started))
     assert ("slices.json" in text) is ("sizes of elastic" in text) is named
     assert "in windows 16 tokens apart of 64 tokens" in text
+    assert ("| tokens a second |" in text) is named and "other programs" not in text
+    untimed = "\n".join(elastic.report(table[table["metric"] != "tokens a second"], started))
+    assert "tokens a second |" not in untimed
+    assert ("Tokens a second, of one sequence, are not measured" in untimed) is named
 
 
 def test_points_of_the_scaling_law_are_granularities():
@@ -170,7 +216,7 @@ def test_orders_cost_the_same_and_search_is_within_the_budget(trained):
 
 def test_the_report_is_made_of_the_table(trained):
     text = (trained.out / "report.md").read_text()
-    assert text.count("| --- |") == 5 and "loss.png" in text and "A smoke test" in text
+    assert text.count("| --- |") == 6 and "loss.png" in text and "A smoke test" in text
     assert (trained.out / "loss.png").stat().st_size > 5000
     check_reports_of_parts(matlm.EXPERIMENT, trained)
 
@@ -262,7 +308,7 @@ def test_independent_models_validate_in_every_quarter(preset, out):
 def test_the_validation_loss_after_each_quarter(count, quarters):
     stage = SimpleNamespace(history={"val/loss": list(range(1, count + 1))})
     given = SimpleNamespace(stages={"S": stage}, settings={"metric": "val/loss"})
-    rows = list(matlm_measures.measure_training(given))
+    rows = list(convergence.measure_training(given))
     assert {row.metric for row in rows} <= {"val_loss"}
     assert [row.value for row in rows] == quarters
     assert [row.x for row in rows] == [1, 2, 3, 4][: len(quarters)]
@@ -275,6 +321,7 @@ def paper_like(gap, falling=0.0):
     """
     noise = np.random.default_rng(0)
     rows = {"matlm": 0.0, "joint": 0.01, "per_layer": 0.02, "independent": 0.03}
+    rows |= {"heads": 0.005, "independent heads": 0.0}
     skewed = "p .17/.20/.22/.41"
     tables = []
     for seed in range(4):
@@ -290,10 +337,15 @@ def paper_like(gap, falling=0.0):
             lines.append(Row(row, "agreement", agreement + noise.normal(0, 1e-4), "S"))
             lines.append(Row(row, "kl", 1 - agreement + noise.normal(0, 1e-4), "S"))
             lines.append(Row(row, "acceptance", agreement + noise.normal(0, 1e-4)))
-        for size in ("S", "XL"):
-            for quarter, loss in enumerate((4, 3.5, 3, 3 - falling), start=1):
-                value = loss + noise.normal(0, 1e-4)
-                lines.append(Row("independent", "val_loss", value, size, x=quarter))
+        for row in ("independent", "independent heads"):
+            for size in ("S", "M", "L", "XL"):
+                for quarter, loss in enumerate((4, 3.5, 3, 3 - falling), start=1):
+                    value = loss + noise.normal(0, 1e-4)
+                    lines.append(Row(row, "val_loss", value, size, x=quarter))
+        lines += [
+            Row("matlm", "cost of all sizes", 31 / 12),
+            Row("paper", "cost of all sizes", 2.58),
+        ]
         lines.append(Row("matlm", "below the line", noise.normal(0, 1e-4)))
         for budget in matlm.BUDGETS:
             for place, name in enumerate(("increase", "search", "decrease")):
@@ -310,13 +362,21 @@ def paper_like(gap, falling=0.0):
 def test_every_claim_is_judged_where_size_matters(gap, word):
     table = paper_like(gap)
     for claim in matlm.CLAIMS:
-        assert judge(claim, table)[0] == word, claim.name
+        counted = claim.name == "cost of training"  # it needs no gate
+        expected = SUPPORTED if counted else word if claim.test else NOT_JUDGED
+        assert judge(claim, table)[0] == expected, claim.name
+        assert claim.test or claim.reason
 
 
 def test_nothing_is_judged_beside_models_that_still_learn():
     table = paper_like(0.1, falling=0.2)
-    shut = {one.name for one in matlm.CLAIMS if judge(one, table)[0] == NOT_JUDGED}
-    assert shut == {"XL as good", "small sizes better", "consistency", "drafts"}
+    tested = [one for one in matlm.CLAIMS if one.test]
+    shut = {one.name for one in tested if judge(one, table)[0] == NOT_JUDGED}
+    assert shut == {"XL as good", "small sizes better", "consistency", "heads", "drafts"}
+    table = paper_like(0.1)
+    without_m = table[(table["metric"] != "val_loss") | (table["set"] != "M")]
+    [claim] = (one for one in matlm.CLAIMS if one.name == "XL as good")
+    assert "independent 4.0 − independent 3.0 = not measured" in judge(claim, without_m)[2]
 
 
 def test_widths_give_a_scaling_law(out):
