@@ -39,6 +39,7 @@ from recipes.results import Difference, Where, by_seed, difference, select, uniq
 SUPPORTED, REFUTED = "supported", "refuted"
 UNDECIDED, NOT_JUDGED = "undecided", "not judged"
 MOST_SEEDS = 1000
+COMPUTE = "compute:"  # begins the reason of a claim whose rows were not run
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ def judge(claim: Claim, table: pd.DataFrame) -> tuple[str, str, str]:
     compared = [test.difference(table) for test in tests]
     for test, one in zip(tests, compared, strict=True):
         if not one.n:
-            return NOT_JUDGED, "", left_out or f"compute: {test.title} is not measured"
+            return NOT_JUDGED, "", left_out or f"{COMPUTE} {test.title} is not measured"
     if any(one.diverged for one in compared):
         return NOT_JUDGED, "", "a seed has diverged: its value is no finite number"
     words = [test.verdict(one) for test, one in zip(tests, compared, strict=True)]
@@ -213,7 +214,7 @@ def _why_shut(gate: Comparison, table: pd.DataFrame) -> str:
     """Why a gate is shut; "" if it is open."""
     compared = gate.difference(table)
     if not compared.n:
-        return f"compute: the gate, {gate.title}, is not measured"
+        return f"{COMPUTE} the gate, {gate.title}, is not measured"
     if gate.verdict(compared) == SUPPORTED:
         return ""
     reason = f"the gate is shut: {gate.title} = {gate.text(compared)}"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from recipes.claims import NOT_JUDGED, REFUTED, SUPPORTED, UNDECIDED, Claim, judge
+from recipes.claims import COMPUTE, NOT_JUDGED, REFUTED, SUPPORTED, UNDECIDED, Claim, judge
 from recipes.results import read
 from recipes.tables import Table
 
@@ -114,6 +114,9 @@ def judge_all(root: Path = ROOT) -> list[Verdict]:
             and part["preset"].iloc[0] != "tiny"
             and claim.preset in ("", part["preset"].iloc[0])
         ]
+        # a table without the rows of a claim says nothing beside one that has them
+        lacking = [one for one in judged if one.reason.startswith(COMPUTE)]
+        judged = [one for one in judged if one not in lacking] or lacking[:1]
         reason = claim.reason or _not_run(experiment, claim.preset)
         verdicts += judged or [Verdict(claim, experiment, "", NOT_JUDGED, reason=reason)]
     return verdicts
@@ -124,7 +127,7 @@ def _not_run(experiment: str, preset: str) -> str:
     preset = preset or "small"
     command = f"`python -m recipes.{experiment} --preset {preset} --plan`"
     if preset.startswith("small"):
-        return f"compute: not run here; {command} tells how long it takes"
+        return f"{COMPUTE} not run here; {command} tells how long it takes"
     return f"data and compute: preset {preset} is of the paper's scale; {command} lists its needs"
 
 

@@ -246,6 +246,16 @@ class TestPages:
         (verdict,) = ledger.judge_all(root)
         assert verdict.reason.startswith(why) and f"--preset {preset} --plan" in verdict.reason
 
+    def test_a_table_without_the_rows_says_nothing_beside_one_that_has_them(self, root):
+        self.results(root, a=[0.52, 0.53, 0.54], b=[0.5, 0.51, 0.52])
+        other = root / "results" / "m" / "e" / "other"
+        write(other / "results.csv", table(a=[0.5, 0.6, 0.7]))
+        words = [one.word for one in ledger.judge_all(root)]
+        assert words.count("supported") == 1
+        (root / "results" / "m" / "e" / "results.csv").unlink()
+        reasons = [one.reason for one in ledger.judge_all(root)]
+        assert reasons.count("compute: accuracy a − b is not measured") == 1
+
     def test_a_run_s_own_report_ends_in_the_same_verdicts(self, root):
         rows = table(a=[0.52, 0.53, 0.54], b=[0.5, 0.51, 0.52])
         command = "`python -m recipes.m.e --preset small --seeds 3`"
