@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from datamodules.loading import data_folder, hold_out, require_share
-from datamodules.tables import column_error, open_lines, read_class, read_score
+from datamodules.tables import column_error, hub_rows, open_lines, read_class, read_score
 from datamodules.text import Example, SentenceData
 
 Source = Literal["folder", "hub", "generated"]
@@ -171,17 +171,10 @@ class GLUEData(SentenceData):
         return read_glue(self.task_name, folder / name, self.bad_rows == "skip")
 
     def _from_hub(self, part: str) -> list[Example]:
-        try:
-            from datasets import load_dataset
-        except ImportError as error:
-            raise ImportError(
-                "source hub needs the package datasets, which is not installed: pip install "
-                "datasets, or give a folder."
-            ) from error
         split = {"train": "train", "val": "validation", "predict": "test"}[part]
         if self.task.hub == "mnli" and part != "train":
             split += "_mismatched" if self.task_name == "MNLI-MM" else "_matched"
-        rows = load_dataset("nyu-mll/glue", self.task.hub, split=split)
+        rows = hub_rows("nyu-mll/glue", split, self.task.hub)
         columns = [name for name in rows.column_names if name not in ("label", "idx")]
         return [
             Example(

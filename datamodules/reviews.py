@@ -1,11 +1,10 @@
 """Film reviews, bad (0) or good (1): IMDB (Maas et al. 2011), Rotten Tomatoes (Pang & Lee 2005)."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from datamodules.loading import data_folder, hold_out
-from datamodules.tables import open_lines
+from datamodules.tables import hub_rows, open_lines
 from datamodules.text import Example, SentenceData
 
 Source = Literal["folder", "hub"]
@@ -105,26 +104,6 @@ def read_imdb(folder: Path) -> list[Example]:
             "them there, or set --data.root."
         )
     return examples
-
-
-def hub_rows(name: str, part: str) -> Iterable[dict[str, Any]]:
-    """The rows of a part of a set that `datasets` loads, by column.
-
-    Args:
-        name: on the hub, or a folder that `datasets` reads.
-        part: "train", "val" or "test".
-
-    Raises:
-        ImportError: `datasets` is not installed.
-    """
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ImportError(
-            "source hub needs the package datasets, which is not installed: pip install datasets, "
-            "or give a folder."
-        ) from error
-    return load_dataset(name, split="validation" if part == "val" else part)
 
 
 def _plain(text: str) -> str:

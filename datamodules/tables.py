@@ -1,4 +1,4 @@
-"""Reading text files: lines, tables with named columns, labels and scores."""
+"""Reading text: lines, tables with named columns, sets of the `datasets` library, labels."""
 
 import csv
 import json
@@ -182,3 +182,24 @@ def _as_text(value: Any) -> str:
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def hub_rows(name: str, part: str, config: str | None = None) -> Any:
+    """The rows, by column, of a part of a set that the `datasets` library loads.
+
+    Args:
+        name: on the hub, or a folder that `datasets` reads.
+        part: "train", "val", "test", or a name that only this set has.
+        config: configuration of the set, such as GLUE's task.
+
+    Raises:
+        ImportError: `datasets` is not installed.
+    """
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ImportError(
+            "source hub needs the package datasets, which is not installed: pip install datasets, "
+            "or give a folder."
+        ) from error
+    return load_dataset(name, config, split="validation" if part == "val" else part)

@@ -30,8 +30,7 @@ from torch.utils.data import Dataset
 
 from datamodules.loading import data_folder, hold_out, require_share
 from datamodules.prompted import PromptedData
-from datamodules.reviews import hub_rows
-from datamodules.tables import open_lines, read_table
+from datamodules.tables import hub_rows, open_lines, read_table
 from datamodules.tokens import encode, filling, framed, pad
 
 Source = Literal["folder", "hub", "generated"]
