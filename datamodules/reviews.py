@@ -50,27 +50,23 @@ class ReviewData(SentenceData):
 
     def load(self, part: str) -> list[Example]:
         part = "test" if part == "predict" else part
-        if self.name == "rotten_tomatoes":
-            return self._rotten_tomatoes(part)
-        if part == "test":
-            return self._imdb("test")
-        train, val = hold_out(self._imdb("train"), 0.1, self.seed)
-        return train if part == "train" else val
+        if self.name == "imdb" and part != "test":
+            train, val = hold_out(self._read("train"), 0.1, self.seed)
+            return train if part == "train" else val
+        return self._read(part)
 
-    def _rotten_tomatoes(self, part: str) -> list[Example]:
+    def _read(self, part: str) -> list[Example]:
+        """A part of the set as published; IMDB has no "val"."""
         if self.source == "hub":
             return self._from_hub(part)
         folder = data_folder(self.root, self.name)
+        if self.name == "imdb":
+            return read_imdb(folder / part)
         return [
             Example(line.strip(), None, label)
             for label, ending in enumerate(("neg", "pos"))
             for line in _share(open_lines(folder / f"rt-polarity.{ending}"), part)
         ]
-
-    def _imdb(self, part: str) -> list[Example]:
-        if self.source == "hub":
-            return self._from_hub(part)
-        return read_imdb(data_folder(self.root, self.name) / part)
 
     def _from_hub(self, part: str) -> list[Example]:
         name, examples = self.root or HUB[self.name], []

@@ -111,7 +111,8 @@ class Run:
         """Values of settings in the best of several trials, by a metric.
 
         Args:
-            stages: the trials, which differ in these settings.
+            stages: the trials, which differ in these settings; those that have them in common, of
+                several seeds, count by their mean.
             metric: a logged metric, such as "val/accuracy"; or several, whose mean counts.
             keys: the settings, such as "model.lr".
             mode: "max" or "min".
@@ -124,7 +125,7 @@ class Run:
                     if any(name not in trial.history for trial in trials):
                         known = ", ".join(trials[0].history)
                         raise ValueError(f"{name} was not logged: expected one of {known}")
-                return at(best_of(trials, metric, mode, at_end).settings, key)
+                return at(best_of(trials, metric, mode, at_end, keys).settings, key)
 
             return read
 

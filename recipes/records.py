@@ -172,6 +172,7 @@ def best_of(
     metric: str | Sequence[str],
     mode: str = "max",
     at_end: bool = True,
+    alike: Sequence[str] = (),
 ) -> Finished:
     """The best of several trainings by a metric in their logs, or by the sum of several metrics.
 
@@ -181,14 +182,21 @@ def best_of(
         mode: "max" or "min".
         at_end: compare the last values, of the checkpoint that is scored later: a training that was
             good once and then diverged is not the best. False: compare each training's best values.
+        alike: settings; trainings with the same values of them, of several seeds, count by their
+            mean, and the first of them is returned.
     """
     if len(trials) == 1:
         return trials[0]
     pick, metrics = (max if mode == "max" else min), [metric] if isinstance(metric, str) else metric
     start = -1 if at_end else 0
-    return pick(
-        trials, key=lambda one: sum(best(one.history[name][start:], mode) for name in metrics)
-    )
+    values: dict[str, list[float]] = {}
+    first: dict[str, Finished] = {}
+    for place, one in enumerate(trials):
+        key = str([at(one.settings, name) for name in alike] or place)
+        first.setdefault(key, one)
+        value = sum(best(one.history[name][start:], mode) for name in metrics)
+        values.setdefault(key, []).append(value)
+    return first[pick(values, key=lambda key: statistics.fmean(values[key]))]
 
 
 def read_record(folder: Path) -> dict[str, Any]:

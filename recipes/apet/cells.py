@@ -1,7 +1,6 @@
 """Shared by APET's experiments; a cell is one model tuned on one task by one method."""
 
 import math
-import statistics
 from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from recipes.experiment import Measurement, Measuring, Run, Stage
 from recipes.flags import names_in
 from recipes.methods import measure_majority, measure_score
 from recipes.nodes import Later
-from recipes.records import Finished, at, best
+from recipes.records import Finished, at
 from recipes.results import Row
 from recipes.tables import COLLAPSED
 
@@ -145,24 +144,9 @@ def best_rate(run: Run, grid: Mapping[str, Any], cell: Cell) -> Later:
     The loss counts for free text, the task's metric otherwise.
     """
     trials = [trial for like in _like(cell) for trial in _trials(run, grid, like)]
-    metric, mode = f"val/{grid['metrics'][cell.task]}", "max"
     if is_free_text(grid, cell.task):
-        metric, mode = "val/loss", "min"
-
-    def read(finished: list[Finished]) -> float:
-        scores: dict[float, list[float]] = {}
-        for trial in finished:
-            if metric not in trial.history:
-                known = ", ".join(trial.history)
-                raise ValueError(f"{metric} was not logged: expected one of {known}")
-            score = best(trial.history[metric][-1:], mode)  # of the checkpoint that is scored
-            scores.setdefault(at(trial.settings, "model.lr"), []).append(score)
-        means = {rate: statistics.fmean(values) for rate, values in scores.items()}
-        return (max if mode == "max" else min)(means, key=lambda rate: means[rate])
-
-    over = ", mean over seeds" if len(_like(cell)) > 1 else ""
-    like = at(trials[0].parsed(), "model.lr")
-    return Later(tuple(trials), read, f"model.lr of the {mode} {metric}{over}", like)
+        return run.best(trials, "val/loss", ["model.lr"], "min")["model.lr"]
+    return run.best(trials, f"val/{grid['metrics'][cell.task]}", ["model.lr"])["model.lr"]
 
 
 def _like(cell: Cell) -> tuple[Cell, ...]:

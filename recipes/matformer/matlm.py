@@ -13,7 +13,7 @@ other orders, with search and with layers of S and XL only, and fits the scaling
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -35,6 +35,7 @@ from recipes.matformer.matlm_measures import (
 )
 from recipes.matformer.scaling import fit_report
 from recipes.matformer.starts import nested_settings
+from recipes.matformer.trials import Derived, tuned
 from recipes.messages import console
 from recipes.provenance import provenance
 from recipes.records import at
@@ -42,7 +43,6 @@ from recipes.results import by_seed, select
 from recipes.runner import run_experiment
 from recipes.tables import Column, tabulate
 
-Derived = dict[str, Callable[[Any], Any]]  # settings computed from all others
 NESTED = {
     "matlm": "MatLM (sampled)",
     "joint": "joint (DynaBERT)",
@@ -325,11 +325,9 @@ def training(
         "trainer.val_check_interval": lambda c: steps(c) * of("trainer.accumulate_grad_batches", c),
     }
     grid = run.grid("matlm_grid")
-    trials = [
-        run.stage(f"{name} trial {number}", "matlm", 0, varied, {**one, **grid["trial"]}, shorter)
-        for number, one in enumerate(grid["trials"], 1)
-    ]
-    chosen = run.best(trials, metrics, list(grid["trials"][0]), mode="min") if trials else {}
+    chosen = tuned(
+        run, name, "matlm", varied, grid["trials"], grid["trial"], shorter, metrics, "min"
+    )
     return run.stage(name, "matlm", seed, varied, chosen, derived)
 
 

@@ -37,6 +37,7 @@ from recipes.matformer.matvit_measures import (
     measure_orders,
 )
 from recipes.matformer.starts import starts
+from recipes.matformer.trials import Derived, tuned
 from recipes.messages import console
 from recipes.nodes import Artifact, Node, Stage
 from recipes.plots import scatter
@@ -55,7 +56,6 @@ ROWS = {
     "scratch": "ViT from scratch",
 }
 CHANCE = {"chance": "chance"}
-Derived = dict[str, Callable[[Any], Any]]  # settings computed from all others
 SAMPLER = "callbacks.granularity.GranularitySampling"
 COUNT = len(GRANULARITIES)
 PAIRS = (("matvit", "independent"), ("matvit", "unsorted"), ("independent", "scratch"))
@@ -71,8 +71,8 @@ def declare(run: Run) -> None:
         for row in rows:
             models: dict[str, Node]
             if row in ("independent", "scratch"):
-                alone = independents if row == "independent" else scratch
-                models = {**alone(run, "matvit", seed)}
+                alone = row == "independent"
+                models = {**(independents(run, "matvit", seed) if alone else scratch(run, seed))}
                 run.measure(f"score {row}", seed, measure_alone, models, {"row": row})
             else:
                 models = {"model": nested(run, row, seed)}
@@ -128,7 +128,6 @@ def training(
         trials_of: the entry of matvit_grid.yaml that lists the settings of its trials.
     """
     grid, rules = run.grid("matvit_grid"), derived or {}
-    candidates = grid[trials_of]
 
     def varied_at(seed: int) -> dict[str, Any]:
         files = starts(run, seed, varied.get("model.part", "ffn"))
@@ -140,15 +139,10 @@ def training(
 
     halved = {**rules, "trainer.max_epochs": half, "trainer.check_val_every_n_epoch": half}
     halved.pop("trainer.val_check_interval", None)  # trials are scored at their end
-    trials = [
-        run.stage(
-            f"{name} trial {number}", "matvit", 0, varied_at(0), {**one, **grid["trial"]}, halved
-        )
-        for number, one in enumerate(candidates, 1)
-    ]
     plain = "model.fractions" in varied and varied["model.fractions"] is None
     metrics = ["val/accuracy"] if plain else [f"val/accuracy_{one}" for one in GRANULARITIES]
-    chosen = run.best(trials, metrics, list(candidates[0])) if trials else {}
+    candidates, limits = grid[trials_of], grid["trial"]
+    chosen = tuned(run, name, "matvit", varied_at(0), candidates, limits, halved, metrics)
     return run.stage(name, "matvit", seed, varied_at(seed), chosen, rules)
 
 
@@ -250,7 +244,7 @@ def independents(
     return stages
 
 
-def scratch(run: Run, config: str, seed: int) -> dict[str, Stage]:
+def scratch(run: Run, seed: int) -> dict[str, Stage]:
     """Declare the training of a plain XL for X epochs from random weights."""
     varied = {"model.fractions": None, "model.init_from": None}
     derived = {**quarter(), **by_quarters()}
