@@ -20,6 +20,7 @@ from lightning_modules.optim import (
 )
 from lightning_modules.pela import factorize, low_rank_layers, plan_of
 from lightning_modules.pela.checkpoint import require_same_plan
+from lightning_modules.pela.tome import add_tome
 from lightning_modules.tuning import tune
 from lightning_modules.weights import refuse_another_model
 
@@ -44,6 +45,7 @@ class AlbefModule(L.LightningModule):
         tuning: what trains: "full", everything; "lora", LoRA on queries and values and the task's
             heads; "head", those heads alone.
         lora_rank: rank of LoRA.
+        merged_tokens: tokens that ToMe merges in each block of the image encoder; 0 for no merging.
         decay: m of the momentum model.
         soft_targets: α, weight of the momentum model's prediction in the targets.
         ramp: increase α linearly from 0 over the first epoch.
@@ -66,6 +68,7 @@ class AlbefModule(L.LightningModule):
         ranks: dict[str, int] | None = None,
         tuning: Literal["full", "lora", "head"] = "full",
         lora_rank: int = 8,
+        merged_tokens: int = 0,
         decay: float = 0.995,
         soft_targets: float = 0.4,
         ramp: bool = True,
@@ -102,6 +105,8 @@ class AlbefModule(L.LightningModule):
                 "tuning lora is for the dense model: set model.ratio to null and start from dense "
                 "weights"
             )
+        if h.merged_tokens:
+            add_tome(model.visual_encoder, h.merged_tokens)
         tune(model, h.tuning, self.heads, h.lora_rank, LORA_TARGETS)
         if isinstance(temperature := getattr(model, "temp", None), nn.Parameter):
             temperature.requires_grad_(True)  # it belongs to the contrastive heads

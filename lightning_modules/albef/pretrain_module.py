@@ -20,6 +20,7 @@ from lightning_modules.albef.model import PretrainModel
 from lightning_modules.albef.retrieval_module import Retrieval
 from lightning_modules.gradient_shares import log_gradient_shares
 from lightning_modules.pela import Features, feature_distillation, weight_perturbation
+from lightning_modules.pela.baselines import visible_alignment
 from lightning_modules.self_distillation.masked_text import mask_tokens
 
 
@@ -87,7 +88,8 @@ class Repair(Pretraining):
             checkpoints.
         fd_weight: α, weight of the distillation.
         rwp_weight: β, weight of L_rwp.
-        distillation: the loss with weight α: "pela", L_fd (Eq. 4), or "tinybert", a baseline.
+        distillation: the loss with weight α: "pela", L_fd (Eq. 4), or a baseline: "tinybert", or
+            "maskalign", which compares the image encoders alone.
         setting: form of L_fd and L_rwp, "paper" or "released"; see pela.losses.
         p: exponent of L_rwp's norm, at least 1 or .inf.
         epsilon: radius ε of L_rwp.
@@ -99,7 +101,7 @@ class Repair(Pretraining):
         teacher_from: str | None = None,
         fd_weight: float = 0.1,
         rwp_weight: float = 1.0,
-        distillation: Literal["pela", "tinybert"] = "pela",
+        distillation: Literal["pela", "tinybert", "maskalign"] = "pela",
         setting: Literal["paper", "released"] = "released",
         p: float = math.inf,
         epsilon: float = 1e-3,
@@ -158,7 +160,12 @@ class Repair(Pretraining):
         """The pre-training losses L_base, and the distillation loss without its weight α."""
         h, student, teacher = self.settings, self.model, self.teacher
         assert teacher is not None
-        with_scores = h.distillation != "pela"
+        if h.distillation == "maskalign":
+            losses, pairs, *_ = self.pretrain(batch, batch_idx)
+            encoders = student.visual_encoder, teacher.visual_encoder
+            encode = student.encode_image, teacher.encode_image
+            return losses, visible_alignment(*encoders, pairs.images, *encode)
+        with_scores = h.distillation == "tinybert"
         names = state_names(student) + (score_names(student) if with_scores else [])
         with Features(student, names) as of_student, Features(teacher, names) as of_teacher:
             losses, pairs, aligned, masked_ids, labels, states = self.pretrain(batch, batch_idx)

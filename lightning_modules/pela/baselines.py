@@ -4,6 +4,8 @@ Each runs student and teacher on a batch and returns the student's logits and th
 L_fd in PELA's Eq. 7 (arXiv 2310.10700).
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -59,13 +61,7 @@ def tinybert(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[Te
 
 
 def maskalign(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
-    """MaskAlign (arXiv 2211.08887): the student gets a part of the patches, the teacher all.
-
-    A random 30 % of the patch tokens go through the student's blocks. Each block's outputs are
-    matched with the teacher's at the same positions by mean squared error, averaged over blocks;
-    both are first normalised over channels (a LayerNorm without weights). Student and teacher have
-    the same blocks, so that each is matched with the one of the same index, without the paper's
-    learned mixing of levels. The logits for the labels come from a second pass over the full image.
+    """MaskAlign: `visible_alignment`, and the logits of a pass over the full images.
 
     Args:
         student: a low-rank timm ViT.
@@ -74,6 +70,39 @@ def maskalign(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[T
 
     Returns:
         The student's logits (B, classes) on the full images, and the loss, computed in float32.
+
+    Raises:
+        ValueError: if tokens cannot be left out of the model, as in Swin with its windows.
+    """
+    distance = visible_alignment(student, teacher, images, student, teacher)
+    return student(images), distance
+
+
+def visible_alignment(
+    student: nn.Module,
+    teacher: nn.Module,
+    images: Tensor,
+    encode_student: Callable[[Tensor], Tensor],
+    encode_teacher: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """MaskAlign's loss (arXiv 2211.08887): the student gets a part of the patches, the teacher all.
+
+    A random 30 % of the patch tokens go through the student's blocks. Each block's outputs are
+    matched with the teacher's at the same positions by mean squared error, averaged over blocks;
+    both are first normalised over channels (a LayerNorm without weights). Student and teacher have
+    the same blocks, so that each is matched with the one of the same index, without the paper's
+    learned mixing of levels.
+
+    Args:
+        student: a low-rank timm ViT.
+        teacher: the dense one.
+        images: (B, 3, H, W).
+        encode_student: runs the student on images: the student itself, or the method of a model
+            around it that FSDP2 gathers parameters for.
+        encode_teacher: the same for the teacher.
+
+    Returns:
+        A scalar, computed in float32.
 
     Raises:
         ValueError: if tokens cannot be left out of the model, as in Swin with its windows.
@@ -92,19 +121,18 @@ def maskalign(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[T
     def take(tokens: Tensor) -> Tensor:
         return tokens.gather(1, visible[..., None].expand(-1, -1, tokens.shape[-1]))
 
-    logits = student(images)
     handle = blocks.register_forward_pre_hook(lambda _, inputs: (take(inputs[0]),))
     try:
         with Features(student) as of_student, Features(teacher) as of_teacher:
-            student(images)
+            encode_student(images)
             with torch.no_grad():
-                teacher(images)
+                encode_teacher(images)
             pairs = list(zip(of_student.take(), of_teacher.take(), strict=True))
     finally:
         handle.remove()
     with torch.autocast(images.device.type, enabled=False):
         terms = [F.mse_loss(_normalised(s), _normalised(take(t))) for s, t in pairs]
-        return logits, torch.stack(terms).mean()
+        return torch.stack(terms).mean()
 
 
 def lillama(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:

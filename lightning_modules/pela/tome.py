@@ -12,6 +12,7 @@ Written from the paper. Every block removes r patch tokens between attention and
 Class and register tokens are never merged.
 """
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ from timm.layers import Attention
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from lightning_modules.counting import count_macs
 
 
 @dataclass
@@ -87,6 +90,26 @@ def add_tome(model: nn.Module, r: int) -> nn.Module:
         block.merging, block.first, block.last = merging, i == 0, i == len(blocks) - 1
         block.get_submodule("attn.k_norm").register_forward_hook(_keep_keys)
     return model
+
+
+def matching_tokens(dense: nn.Module, target: float, side: int) -> int:
+    """The smallest r with at most `target` multiply-adds for an image of (3, side, side).
+
+    If no r gets that low, the largest one that still merges more tokens than r − 1.
+
+    Args:
+        dense: a timm ViT that merges no tokens; it is not changed.
+        target: multiply-adds.
+        side: of the image, in pixels.
+    """
+    image = (1, 3, side, side)
+    r, macs = 0, count_macs(dense, image)
+    while macs > target:
+        fewer = count_macs(add_tome(copy.deepcopy(dense), r + 1), image)
+        if fewer >= macs:
+            break  # every block merges all that it can
+        r, macs = r + 1, fewer
+    return r
 
 
 def merge_tokens(

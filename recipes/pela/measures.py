@@ -308,17 +308,3 @@ def step_cost(module: Any, data: ImageData) -> dict[str, float]:
         "seconds": statistics.median(times),
         "batch": len(images),
     }
-
-
-def matching_tokens(dense: nn.Module, target: float, side: int) -> int:
-    """The smallest r (tokens that ToMe merges in each block) with at most `target` multiply-adds.
-
-    If no r gets that low, the largest one that still merges more tokens than r − 1.
-    """
-    r, macs = 0, size(dense, side)["macs"]
-    while macs > target:
-        fewer = size(add_tome(copy.deepcopy(dense), r + 1), side)["macs"]
-        if fewer >= macs:
-            break  # every block merges all that it can
-        r, macs = r + 1, fewer
-    return r

@@ -10,6 +10,7 @@ from jsonargparse import Namespace
 
 from lightning_modules.backbones import build_vision
 from lightning_modules.pela import factorize
+from lightning_modules.pela.tome import matching_tokens
 from recipes.experiment import Later, Run, Stage
 from recipes.nodes import Artifact
 from recipes.pela import measures
@@ -285,7 +286,7 @@ class Study:
             )
         side = self.model_and_data["data"]["init_args"]["image_size"]
         target = measures.size(factorize(low_rank, ratio, model.skip), side)["macs"]
-        return measures.matching_tokens(dense, target, side)
+        return matching_tokens(dense, target, side)
 
     def tuned(self, row: str) -> dict[str, Any | Later]:
         """The best settings of a row's trials on held-out images, at seed 0 and the main ratio."""

@@ -10,8 +10,9 @@ from PIL import Image
 from datamodules.shapes import write
 from lightning_modules.albef import VQA, Repair, Retrieval, build, skipped
 from lightning_modules.albef.retrieval import recall
-from lightning_modules.counting import count_parameters
+from lightning_modules.counting import count_macs, count_parameters
 from lightning_modules.pela import factorize, plan_of
+from lightning_modules.pela.tome import add_tome
 from recipes import predict
 from recipes.albef import compression, use
 from recipes.cli import parse, presets
@@ -22,6 +23,7 @@ from recipes.runner import command_line
 from tests.recipes.report_checks import check_reports_of_parts
 
 PICTURES = {"train": 96, "val": 20, "test": 20, "size": 48}
+ROWS = "scratch,direct,maskalign,tome,pela"
 FLAGS = [
     f"--data.generate={json.dumps(PICTURES)}",
     "--trainer.enable_progress_bar=false",
@@ -40,7 +42,7 @@ FLAGS = [
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     out = tmp_path_factory.mktemp("runs")
-    return compression.main(["--out", str(out), "--rows", "scratch,direct,pela", *FLAGS])
+    return compression.main(["--out", str(out), "--rows", ROWS, *FLAGS])
 
 
 @pytest.mark.parametrize("preset", ["tiny", "small", "paper"])
@@ -68,14 +70,15 @@ def test_every_row_of_a_claim_is_run(preset):
 def test_every_part_has_its_scores(run):
     table = read(run.out)
     ranked, others = {"retrieval", compression.ZERO_SHOT}, {"entailment", "vqa", "grounding"}
-    for row, sets in (("direct_k3", ranked), ("pela_k3", ranked | others)):
+    found = {"direct": ranked, "maskalign": ranked, "tome": {"retrieval"}, "pela": ranked | others}
+    for row, sets in ((f"{name}_k3", of_row) for name, of_row in found.items()):
         scores = table[table.row == row]
         assert set(scores.set) == sets
         recalls = scores[(scores.set == "retrieval") & scores.metric.isin(compression.RECALLS)]
         assert len(recalls) == 6 and recalls.value.between(0, 1).all()
-    table = table[table.row != "scratch"]  # which is dense
+    table = table[~table.row.isin(["scratch", "tome_k3"])]  # which are dense
     sizes = table[table.metric == "parameters"].groupby("set").value.nunique()
-    assert (sizes == 1).all()  # both rows are as small
+    assert (sizes == 1).all()  # the others are as small as one another
     settings = parse(run.folder / "retrieval.yaml", "tiny").model.init_args.sizes
     expected = build("retrieval", **settings)
     factorize(expected, 3.0, skip=skipped(expected))
@@ -111,6 +114,23 @@ def test_scratch_begins_with_the_encoders_own_weights():
     assert (model.init_from, model.vision_from, model.text_from) == (None, *encoders)
     assert model.tuning == stages["retrieval_dense"].parsed().model.init_args.tuning
     assert sum(name.startswith("retrieval_scratch trial") for name in stages) == 4
+
+
+def test_tome_needs_no_more_multiply_adds_than_low_rank():
+    run = command_line(compression.EXPERIMENT, ["--preset", "small", "--rows", "tome"])
+    compression.declare(run)
+    stages = {node.name: node for node in run.nodes.values() if isinstance(node, Stage)}
+    tuned = stages["retrieval_tome_k1.5"].parsed()
+    model, side = tuned.model.init_args, tuned.data.init_args.image_size
+    assert stages["retrieval_tome_k1.5"].varied["model.init_from"] is stages["pretrain"]
+    with torch.device("meta"):
+        low_rank, *dense = (build("retrieval", **model.sizes) for _ in range(3))
+    factorize(low_rank, 1.5, skip=skipped(low_rank), method="empty")
+    macs = [
+        count_macs(add_tome(one.visual_encoder, r), (1, 3, side, side))
+        for one, r in zip(dense, (model.merged_tokens, model.merged_tokens - 1), strict=True)
+    ]
+    assert macs[0] <= count_macs(low_rank.visual_encoder, (1, 3, side, side)) < macs[1]
 
 
 def test_published_reports_come_out_again():

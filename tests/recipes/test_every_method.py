@@ -70,7 +70,8 @@ STAGES = {
     "pela/segmentation": SCENES,
     "pela/detection": SCENES,
 }
-TINYBERT = "--model.distillation=tinybert"  # ALBEF's other one
+# ALBEF's other distillations
+TINYBERT, MASKALIGN = (f"--model.distillation={name}" for name in ("tinybert", "maskalign"))
 STEPS, KILLED_AT, RESUMED_AT = 8, 5, 4
 
 
@@ -149,7 +150,11 @@ def in_two_processes(stage, folder, strategy, *options):
 
 
 @pytest.mark.parametrize(
-    ("stage", "further"), [*((stage, []) for stage in STAGES), (ALBEF_REPAIR, [TINYBERT])]
+    ("stage", "further"),
+    [
+        *((stage, []) for stage in STAGES),
+        *((ALBEF_REPAIR, [further]) for further in (TINYBERT, MASKALIGN)),
+    ],
 )
 def test_a_killed_run_continues_as_if_nothing_had_happened(stage, further, tmp_path):
     whole = in_one_process(stage, tmp_path / "whole", *further)

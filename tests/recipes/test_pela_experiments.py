@@ -1,20 +1,17 @@
 """PELA's vision experiment, from the command line to the report, on a few digits."""
 
-import copy
 import json
 import runpy
 from pathlib import Path
 
 import pandas as pd
 import pytest
-import timm
 import torch
 import yaml
 from jsonargparse import Namespace
 
 from datamodules import DigitsData
 from lightning_modules.pela import PELA, Classifier, LoRA
-from lightning_modules.pela.tome import add_tome
 from recipes import results
 from recipes.claims import judge
 from recipes.cli import grid, parse, presets
@@ -325,17 +322,6 @@ def test_the_sweep_trains_for_fewer_epochs(preset):
     share = grid(Path(FILE).with_name("vision_grid.yaml"), preset)["sweep_share"]
     epochs = parse(FILE, preset).trainer.max_epochs
     assert 1 <= round(share * epochs) < epochs
-
-
-def test_tome_merges_as_many_tokens_as_low_rank_saves():
-    torch.manual_seed(0)
-    dense = timm.create_model("vit_tiny_patch16_224", num_classes=10, img_size=8, patch_size=2)
-    macs = {r: measures.size(add_tome(copy.deepcopy(dense), r), 8)["macs"] for r in range(4)}
-    assert measures.matching_tokens(dense, macs[2], 8) == 2
-    assert measures.matching_tokens(dense, macs[2] - 1, 8) == 3
-    assert measures.matching_tokens(dense, macs[0], 8) == 0
-    most = measures.matching_tokens(dense, 0, 8)  # out of reach: as many as merge at all
-    assert measures.size(add_tome(copy.deepcopy(dense), most), 8)["macs"] < macs[3]
 
 
 def test_merged_lora_computes_the_same_on_dense_layers():

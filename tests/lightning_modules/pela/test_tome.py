@@ -1,11 +1,13 @@
 """Token merging against the paper's procedure, written out token by token."""
 
+import copy
+
 import pytest
 import timm
 import torch
 
 from lightning_modules.counting import count_macs, count_parameters
-from lightning_modules.pela.tome import add_tome, merge_tokens
+from lightning_modules.pela.tome import add_tome, matching_tokens, merge_tokens
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3}
 
@@ -130,3 +132,13 @@ def test_models_that_cannot_merge():
         add_tome(swin, 4)
     with pytest.raises(ValueError, match="r is -1: expected the number of tokens"):
         add_tome(vit(), -1)
+
+
+def test_as_many_tokens_are_merged_as_multiply_adds_ask_for():
+    dense, image = vit(img_size=8, patch_size=2).float(), (1, 3, 8, 8)
+    macs = {r: count_macs(add_tome(copy.deepcopy(dense), r), image) for r in range(4)}
+    assert matching_tokens(dense, macs[2], 8) == 2
+    assert matching_tokens(dense, macs[2] - 1, 8) == 3
+    assert matching_tokens(dense, macs[0], 8) == 0
+    most = matching_tokens(dense, 0, 8)  # out of reach: as many as merge at all
+    assert count_macs(add_tome(copy.deepcopy(dense), most), image) < macs[3]
