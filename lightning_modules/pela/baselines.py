@@ -74,8 +74,8 @@ def maskalign(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[T
     Raises:
         ValueError: if tokens cannot be left out of the model, as in Swin with its windows.
     """
-    distance = visible_alignment(student, teacher, images, student, teacher)
-    return student(images), distance
+    logits = student(images)
+    return logits, visible_alignment(student, teacher, images, student, teacher)
 
 
 def visible_alignment(

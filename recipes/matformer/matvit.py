@@ -5,7 +5,7 @@ joint training of all granularities, on the same batch with the sum of their los
 code) or on a quarter of the batch each (DynaBERT), and a random granularity for each layer (OFA).
 Then scores every granularity, the Mix'n'Match sizes between them and the baselines.
 
-    python -m recipes.matformer.matvit --jobs 2                      handwritten numbers, ten minutes
+    python -m recipes.matformer.matvit --jobs 2                      numbers on a CPU, ten minutes
     python -m recipes.matformer.matvit --preset small --seeds 3      tiny-imagenet of $RECIPES_DATA
     python -m recipes.matformer.matvit --preset paper --data.root /data/imagenet
     python -m recipes.matformer.matvit --rows matvit,independent     the paper's main comparison
