@@ -127,7 +127,8 @@ def load(model: nn.Module, path: str | Path, placement: Placement | None = None)
     parameters = list(tunables(model).values())
     pieces = values.split([parameter.numel() for parameter in parameters])
     for parameter, piece in zip(parameters, pieces, strict=True):
-        parameter.data = piece.view_as(parameter).to(parameter.device)
+        # copied: at a view's address, in the middle of the file, kernels may round differently
+        parameter.data = piece.view_as(parameter).to(parameter.device, copy=True)
     model.load_state_dict(trained, strict=False)  # only the heads' tensors, which were checked
     return model
 
