@@ -12,6 +12,7 @@ Written from the paper. Every block removes r patch tokens between attention and
 Class and register tokens are never merged.
 """
 
+import bisect
 import copy
 from dataclasses import dataclass
 from typing import Any
@@ -102,14 +103,15 @@ def matching_tokens(dense: nn.Module, target: float, side: int) -> int:
         target: multiply-adds.
         side: of the image, in pixels.
     """
-    image = (1, 3, side, side)
-    r, macs = 0, count_macs(dense, image)
-    while macs > target:
-        fewer = count_macs(add_tome(copy.deepcopy(dense), r + 1), image)
-        if fewer >= macs:
-            break  # every block merges all that it can
-        r, macs = r + 1, fewer
-    return r
+
+    def minus_macs(r: int) -> int:
+        """It grows with r, up to where every block merges all that it can."""
+        return -count_macs(add_tome(copy.deepcopy(dense), r), (1, 3, side, side))
+
+    patches: Any = dense.patch_embed
+    most = patches.num_patches // 2
+    enough = min(-target, minus_macs(most))
+    return bisect.bisect_left(range(most), enough, key=minus_macs)
 
 
 def merge_tokens(

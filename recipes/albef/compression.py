@@ -19,6 +19,8 @@ which leaves its weights unchanged:
 recipes/albef/use.py applies the trained models to your own pictures.
 """
 
+import functools
+import json
 from typing import Any
 
 import pandas as pd
@@ -53,7 +55,7 @@ TITLES = {
     "base": "low rank, base loss alone",
     "tinybert": "low rank, TinyBERT",
     "maskalign": "low rank, MaskAlign",
-    "tome": "ToMe, multiply-adds of",
+    "tome": "ToMe, as many multiply-adds",
     "pela": "PELA",
 }
 RECALLS = [f"{way}_r{k}" for way in ("t2i", "i2t") for k in (1, 5, 10)]
@@ -177,25 +179,26 @@ def fine_tuned(
         varied = {"model.init_from": start, **changes}
         if row == "tome":
             assert ratio is not None
-            varied["model.merged_tokens"] = merged_tokens(run, task, ratio)
+            parsed = run.parsed(task)
+            sizes, side = parsed.model.init_args.sizes, parsed.data.init_args.image_size
+            varied["model.merged_tokens"] = merged_tokens(json.dumps(sizes or {}), side, ratio)
         best = {**settings, **tuning.of(task, row, varied)}
         stage = run.stage(f"{task}_{label}", task, seed, varied, best)
         scoring = {"row": label, "set": task, "pictures": row in ("dense", "pela")}
         run.measure(f"score_{task}_{label}", seed, measures.score, {"model": stage}, scoring)
 
 
-def merged_tokens(run: Run, task: str, ratio: float) -> int:
+@functools.cache  # it takes seconds, and all seeds and most tasks ask the same
+def merged_tokens(sizes: str, side: int, ratio: float) -> int:
     """Tokens that ToMe merges in each block, for the multiply-adds of a low-rank image encoder.
 
     Args:
-        run: gives the settings.
-        task: the stage's YAML file, of which the size of the images is.
+        sizes: arguments of albef.build, as JSON.
+        side: of the images, in pixels.
         ratio: κ of the low-rank encoder.
     """
-    parsed = run.parsed(task)
-    module, side = parsed.model.init_args, parsed.data.init_args.image_size
     with torch.device("meta"):
-        dense, low_rank = (build("retrieval", **(module.sizes or {})) for _ in range(2))
+        dense, low_rank = (build("retrieval", **json.loads(sizes)) for _ in range(2))
     factorize(low_rank, ratio, skip=skipped(low_rank), method="empty")
     target = count_macs(low_rank.visual_encoder, (1, 3, side, side))
     return matching_tokens(dense.visual_encoder, target, side)

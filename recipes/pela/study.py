@@ -1,5 +1,7 @@
 """Declares the stages and measurements of recipes.pela.vision for one model and seed."""
 
+import functools
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -279,14 +281,9 @@ class Study:
 
     def merged_tokens(self, ratio: float) -> int:
         """Tokens that ToMe merges in each block to get down to low rank's multiply-adds."""
-        model = self.settings
-        with torch.device("meta"):
-            dense, low_rank = (
-                build_vision(model.architecture, 10, model.model_args or {}) for _ in range(2)
-            )
-        side = self.model_and_data["data"]["init_args"]["image_size"]
-        target = measures.size(factorize(low_rank, ratio, model.skip), side)["macs"]
-        return matching_tokens(dense, target, side)
+        model, side = self.settings, self.model_and_data["data"]["init_args"]["image_size"]
+        arguments = json.dumps(model.model_args or {})
+        return _merged_tokens(model.architecture, arguments, tuple(model.skip), side, ratio)
 
     def tuned(self, row: str) -> dict[str, Any | Later]:
         """The best settings of a row's trials on held-out images, at seed 0 and the main ratio."""
@@ -442,3 +439,14 @@ def read_batch(finished: Any) -> int:
     """The batch size that `measure_finetuning_cost` has measured."""
     rows = finished.rows
     return int(rows[rows["metric"] == "fitting_batch"]["value"].iloc[0])
+
+
+@functools.cache  # it takes seconds, and all seeds and trials ask the same
+def _merged_tokens(
+    architecture: str, model_args: str, skip: tuple[str, ...], side: int, ratio: float
+) -> int:
+    """See `Study.merged_tokens`; the model's arguments are JSON."""
+    with torch.device("meta"):
+        dense, low_rank = (build_vision(architecture, 10, json.loads(model_args)) for _ in range(2))
+    target = measures.size(factorize(low_rank, ratio, skip), side)["macs"]
+    return matching_tokens(dense, target, side)
