@@ -53,10 +53,14 @@ class AlbefModule(L.LightningModule):
         weight_decay: decoupled, of matrices.
         warmup_steps: optimizer steps, or a share of all if below 1.
         schedule: a name of transformers' get_scheduler.
+
+    Raises:
+        ValueError: if tokens are to be merged where every patch is needed.
     """
 
     task: ClassVar[Task]
     heads: ClassVar[tuple[str, ...]] = ()  # modules that always train
+    all_patches: ClassVar[str] = ""  # why the image encoder may merge no tokens; empty: it may
 
     def __init__(
         self,
@@ -80,6 +84,8 @@ class AlbefModule(L.LightningModule):
         super().__init__()
         # initial weights only: a checkpoint must load without these files
         self.save_hyperparameters(ignore=["init_from", "vision_from", "text_from", "teacher_from"])
+        if merged_tokens and self.all_patches:
+            raise ValueError(f"merged_tokens is {merged_tokens}: {self.all_patches}, set it to 0")
         self.init_from, self.vision_from, self.text_from = init_from, vision_from, text_from
         self.model: Any = None
         self.momentum: Any = None

@@ -96,6 +96,8 @@ class Repair(Pretraining):
         **kwargs: see `Pretraining`.
     """
 
+    all_patches = "the repair compares all patches with the teacher's"
+
     def __init__(
         self,
         teacher_from: str | None = None,

@@ -133,17 +133,12 @@ class Grounding(Retrieval):
     Args:
         block: layer whose cross-attention is used; 8 in the paper.
         **kwargs: see `Retrieval`.
-
-    Raises:
-        ValueError: if the image encoder is to merge tokens.
     """
+
+    all_patches = "grounding needs a heat map of all patches"
 
     def __init__(self, block: int = 8, **kwargs: Any):
         super().__init__(**kwargs)
-        if merged := self.settings.merged_tokens:
-            raise ValueError(
-                f"merged_tokens is {merged}: grounding needs a heat map of all patches, set it to 0"
-            )
         self.accuracy = MeanMetric()
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from lightning_modules.albef import Grounding, Retrieval
+from lightning_modules.albef import Grounding, Repair, Retrieval
 from lightning_modules.pela.baselines import visible_alignment
 from lightning_modules.pela.tome import add_tome
 from tests.lightning_modules.albef.test_model import SIZES, small
@@ -56,9 +56,11 @@ def test_momentum_merges_its_own_tokens():
     assert one is not other and one is online.visual_encoder.blocks[1].merging
 
 
-def test_grounding_refuses_merged_tokens():
+def test_merged_tokens_are_refused_where_all_patches_are_needed():
     with pytest.raises(ValueError, match="merged_tokens is 3: grounding needs a heat map"):
         Grounding(sizes=SIZES_16, queue_size=6, merged_tokens=3)
+    with pytest.raises(ValueError, match="merged_tokens is 3: the repair compares all patches"):
+        Repair(sizes=SIZES_16, queue_size=6, merged_tokens=3)
 
 
 def test_merged_tokens_travel_with_a_checkpoint(tmp_path):
