@@ -117,15 +117,15 @@ def test_scratch_begins_with_the_encoders_own_weights():
 
 
 def test_tome_needs_no_more_multiply_adds_than_low_rank():
-    run = command_line(compression.EXPERIMENT, ["--preset", "small", "--rows", "tome"])
+    run = command_line(compression.EXPERIMENT, ["--preset", "paper", "--rows", "tome"])
     compression.declare(run)
     stages = {node.name: node for node in run.nodes.values() if isinstance(node, Stage)}
-    tuned = stages["retrieval_tome_k1.5"].parsed()
+    tuned = stages["retrieval_tome_k3"].parsed()
     model, side = tuned.model.init_args, tuned.data.init_args.image_size
-    assert stages["retrieval_tome_k1.5"].varied["model.init_from"] is stages["pretrain"]
+    assert stages["retrieval_tome_k3"].varied["model.init_from"] is stages["pretrain"]
     with torch.device("meta"):
-        low_rank, *dense = (build("retrieval", **model.sizes) for _ in range(3))
-    factorize(low_rank, 1.5, skip=skipped(low_rank), method="empty")
+        low_rank, *dense = (build("retrieval", **(model.sizes or {})) for _ in range(3))
+    factorize(low_rank, 3, skip=skipped(low_rank), method="empty")
     macs = [
         count_macs(add_tome(one.visual_encoder, r), (1, 3, side, side))
         for one, r in zip(dense, (model.merged_tokens, model.merged_tokens - 1), strict=True)
