@@ -226,12 +226,13 @@ def refuse_another_model(
         names: the hyperparameters that define the model.
 
     Raises:
-        ValueError: naming the first of them that differs; empty values and None count as equal.
+        ValueError: naming the first of them that differs; a missing one counts as None, as do empty
+            values.
     """
     saved = checkpoint.get("hyper_parameters", {})
     for name in names:
         theirs, ours = saved.get(name), hparams.get(name)
-        if (name in saved) != (name in hparams) or (theirs or None) != (ours or None):
+        if (theirs or None) != (ours or None):
             raise ValueError(
                 f"this checkpoint is of another model: its {name} is {theirs!r}, this run's is "
                 f"{ours!r}; to start anew from its weights use model.init_from"

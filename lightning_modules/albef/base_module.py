@@ -182,7 +182,8 @@ class AlbefModule(L.LightningModule):
         Raises:
             ValueError: naming the hyperparameter that differs.
         """
-        refuse_another_model(checkpoint, self.hparams, ["sizes", "ranks", "tuning", "lora_rank"])
+        names = ["sizes", "ranks", "tuning", "lora_rank", "merged_tokens"]
+        refuse_another_model(checkpoint, self.hparams, names)
 
 
 def shard(model: ALBEF, mesh: DeviceMesh) -> None:

@@ -91,9 +91,7 @@ class BackboneModule(L.LightningModule):
         Raises:
             ValueError: naming the hyperparameter that differs.
         """
-        saved = checkpoint.get("hyper_parameters", {})
-        names = [name for name in self.model_names() if name in saved]
-        refuse_another_model(checkpoint, self.hparams, names)
+        refuse_another_model(checkpoint, self.hparams, self.model_names())
 
     def model_names(self) -> tuple[str, ...]:
         """The hyperparameters in which a checkpoint must equal the run that loads it."""
