@@ -278,7 +278,12 @@ def layers(path: str | Path, preset: str = PAPER) -> list[str]:
         FileNotFoundError: if there is no such file.
         ValueError: if the file has no such preset.
     """
-    top, parts = _top_and_presets(path)
+    return list(_layers(path, _read(path), preset))
+
+
+@lru_cache(maxsize=256)
+def _layers(path: str | Path, content: str, preset: str) -> tuple[str, ...]:
+    top, parts = _top_and_presets(path, content)
     texts: list[str] = []
     while preset != PAPER:
         if preset not in parts:
@@ -288,12 +293,18 @@ def layers(path: str | Path, preset: str = PAPER) -> list[str]:
         extended = _pop(part, "extends")
         texts.insert(0, yaml.serialize(part))
         preset = PAPER if extended is None else extended.value
-    return [yaml.serialize(top), *texts]
+    return (yaml.serialize(top), *texts)
+
+
+def _read(path: str | Path) -> str:
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path} is not there: expected the YAML file of a stage")
+    return Path(path).read_text(encoding="utf-8")
 
 
 def presets(path: str | Path) -> list[str]:
     """The names of a file's presets; the last is "paper", the top without overrides."""
-    return [*_top_and_presets(path)[1], PAPER]
+    return [*_top_and_presets(path, _read(path))[1], PAPER]
 
 
 def grid(
@@ -325,15 +336,15 @@ def lay(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _top_and_presets(path: str | Path) -> tuple[yaml.MappingNode, dict[str, yaml.MappingNode]]:
+def _top_and_presets(
+    path: str | Path, content: str
+) -> tuple[yaml.MappingNode, dict[str, yaml.MappingNode]]:
     """A file's top, and its presets by name, as YAML nodes.
 
     Nodes keep each scalar as it is written (1e-3); jsonargparse interprets it.
     """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{path} is not there: expected the YAML file of a stage")
     try:
-        top = yaml.compose(Path(path).read_text(encoding="utf-8"))
+        top = yaml.compose(content)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ValueError(f"{path}, line {line}: this is no YAML ({error.problem})") from error

@@ -27,7 +27,7 @@ from recipes.records import type_of
 from recipes.stopwatch import StageProfile, limited, measure
 from recipes.tables import Table
 
-LONG = 15.0  # seconds of a step above which a smaller batch is measured
+LONG = 4.0  # seconds of a step above which a smaller batch is measured
 SMALL = 8  # examples of the smaller batch that is tried first
 
 
