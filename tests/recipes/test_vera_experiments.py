@@ -136,6 +136,7 @@ def test_times_are_left_out_where_other_programs_ran(alone, tmp_path, monkeypatc
         {"vera_r4", "lora_r1"} if alone else set()
     )
     assert ("at equal time" in text) == alone
+    assert "| majority class |" in text and "**Variants**" not in text
 
 
 def test_ablations(tmp_path, monkeypatch):
@@ -154,6 +155,7 @@ def test_ablations(tmp_path, monkeypatch):
     curve = table[(table["metric"] == "score by updates") & (table["row"] == "vera_r4")]
     assert list(curve["x"]) == [4, 8, 12, 16]  # after each of four epochs
     assert "| only b | 128 |" in text and "at equal time" in text
+    assert "| SST-2 − VeRA, rank 16 |" in text and "| LoRA, rank 1 | 256 |" in text
 
 
 def test_the_analysis_takes_the_models_of_glue(tmp_path):
