@@ -7,7 +7,7 @@ of glue.yaml.
 
     python -m recipes.vera.ablations                            a generated task: seconds
     make weights && python -m recipes.vera.ablations --preset small --seeds 3
-                                                                CoLA and MiniLM
+                                                                STS-B and MiniLM
     python -m recipes.vera.ablations --preset paper --seeds 5   RoBERTa-large
 """
 
@@ -375,9 +375,9 @@ CLAIMS = [
         gate=LEARNT,
     ),
     at_equal_parameters("RTE", 1024, "lora", 1, "paper"),
-    at_equal_parameters("CoLA", 384, "lora", 1, "small"),
-    at_equal_parameters("CoLA", 384, "randlora", 384, "small"),
-    at_equal_parameters("CoLA", 384, "vblora", 2, "small"),
+    at_equal_parameters("STS-B", 384, "lora", 1, "small"),
+    at_equal_parameters("STS-B", 384, "randlora", 384, "small"),
+    at_equal_parameters("STS-B", 384, "vblora", 2, "small"),
 ]  # fmt: skip
 
 EXPERIMENT = Experiment("vera.ablations", __file__, "glue", __doc__ or "", declare, report)

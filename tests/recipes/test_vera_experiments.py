@@ -327,8 +327,8 @@ def test_every_method_has_as_many_trials_on_a_held_out_part():
 def test_variants_have_the_trials_of_their_method():
     stages = declared("ablations", "--preset", "small")
     trials = {name for name in stages if "_lr" in name}
-    trained = {name for name in stages if name.startswith("CoLA_")} - trials
-    assert trained >= {"CoLA_only_d", "CoLA_unique", "CoLA_lora_r8", "CoLA_randlora_r96"}
+    trained = {name for name in stages if name.startswith("STS-B_")} - trials
+    assert trained >= {"STS-B_only_d", "STS-B_unique", "STS-B_lora_r8", "STS-B_randlora_r96"}
     for name in trained:
         assert sum(trial.startswith(f"{name}_lr") for trial in trials) == 3, name
 
