@@ -29,7 +29,9 @@ from recipes.nodes import (
     as_flags,
     finished,
     is_finished,
+    is_measured,
     stand_in,
+    unfinished,
 )
 from recipes.plan import Plan, files, plan
 from recipes.progress import console
@@ -49,6 +51,7 @@ class Group:
 
     Attributes:
         stages: the stages.
+        left: those of them that have to run.
         folder: scratch folder of the stage that is measured.
         plan: the plan of any one of them; None if all are finished or measuring failed.
         reads: lines on the data and weights that they read, and on missing ones.
@@ -56,6 +59,7 @@ class Group:
     """
 
     stages: list[Stage]
+    left: list[Stage]
     folder: Path
     plan: Plan | None = None
     reads: list[str] = field(default_factory=list)
@@ -67,11 +71,6 @@ class Group:
         names = list(dict.fromkeys(stage.name for stage in self.stages))
         return names[0] if len(names) == 1 else f"{names[0]}, …, {names[-1]}"
 
-    @property
-    def left(self) -> list[Stage]:
-        """The stages that are not finished."""
-        return [stage for stage in self.stages if not is_finished(stage)]
-
 
 def show(run: "Run", start: float | None = None) -> None:
     """Plan all stages of a run, and print the plan.
@@ -81,13 +80,12 @@ def show(run: "Run", start: float | None = None) -> None:
         start: seconds to start Python and import; by default this process's CPU time so far.
     """
     start = time.process_time() if start is None else start
-    stages = [node for node in run.chosen() if isinstance(node, Stage)]
     threads = torch.get_num_threads()
     if run.options.jobs > 1:
         torch.set_num_threads(threads_of(run.options.jobs))
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            groups = grouped(stages, Path(scratch))
+            groups = grouped(run.chosen(), Path(scratch))
             for group in groups:
                 with console.status(f"measuring a few steps of {group.title}"):
                     fill(group, groups)
@@ -101,14 +99,16 @@ def show(run: "Run", start: float | None = None) -> None:
         console.print(line, highlight=False, markup=False)
 
 
-def grouped(stages: Sequence[Stage], scratch: Path) -> list[Group]:
-    """Group stages of equal cost, in the order of their first stage."""
+def grouped(nodes: Sequence[Node], scratch: Path) -> list[Group]:
+    """Group the stages of equal cost, in the order of their first stage."""
     groups: dict[str, Group] = {}
     group_of: dict[str, int] = {}  # a stage's folder → the number of its group
-    for stage in stages:
+    to_do = unfinished(nodes)
+    for stage in (node for node in nodes if isinstance(node, Stage)):
         key = cost_of(stage, group_of)
-        group = groups.setdefault(key, Group([], scratch / str(len(groups))))
+        group = groups.setdefault(key, Group([], [], scratch / str(len(groups))))
         group.stages.append(stage)
+        group.left += [stage] * (stage in to_do)
         group_of[str(stage.folder)] = list(groups).index(key)
     return list(groups.values())
 
@@ -146,7 +146,7 @@ def fill(group: Group, groups: Sequence[Group]) -> None:
 
     def resolve(value: Any) -> Any:
         """A setting's value for the measured steps; None for a file that cannot be had yet."""
-        if isinstance(value, Later) and all(is_finished(node) for node in value.nodes):
+        if isinstance(value, Later) and all(is_measured(node) for node in value.nodes):
             return value.read([finished(node) for node in value.nodes])
         maker = maker_of(value)
         if maker is None or is_finished(maker):
@@ -211,9 +211,7 @@ def summary(run: "Run", groups: Sequence[Group], start: float) -> list[str]:
     unplanned = [stage for group in groups if group.plan is None for stage in group.left]
     took = sum(read_record(one.folder)["seconds"] for one in stages if one not in left)
     seconds = start + sum(one.plan.total * len(one.left) for one in groups if one.plan)
-    measurements = [
-        node for node in run.chosen() if not isinstance(node, Stage) and not is_finished(node)
-    ]
+    measurements = [node for node in unfinished(run.chosen()) if not isinstance(node, Stage)]
     parts = [f"{len(left)} of {len(stages)} trainings are to do: {_hours(seconds)}"]
     if run.options.jobs > 1:
         parts.append(f"or {_hours(seconds / run.options.jobs)} if {run.options.jobs} run at once")

@@ -76,6 +76,10 @@ class Node:
         """The nodes that have to be finished before this one starts."""
         raise NotImplementedError
 
+    def reads(self) -> list["Node"]:
+        """Those of them whose files it reads; of the others it needs values alone."""
+        raise NotImplementedError
+
     @cached_property
     def fingerprint(self) -> str:
         """Hash of everything that determines the node's result."""
@@ -141,6 +145,10 @@ class Stage(Node):
     def waits_for(self) -> list[Node]:
         """The nodes whose files or values are in its settings."""
         return nodes_in(self.values())
+
+    def reads(self) -> list[Node]:
+        """The nodes whose files are in its settings."""
+        return nodes_in(self.values(), values_too=False)
 
     @cached_property
     def file(self) -> Path:
@@ -209,6 +217,11 @@ class Measurement(Node):
         """The nodes that it is given, and those that its settings need."""
         return list(dict.fromkeys([*self.nodes.values(), *nodes_in(self.settings)]))
 
+    def reads(self) -> list[Node]:
+        """The nodes that it is given, and those whose files are in its settings."""
+        in_settings = nodes_in(self.settings, values_too=False)
+        return list(dict.fromkeys([*self.nodes.values(), *in_settings]))
+
     @property
     def function_name(self) -> str:
         """The function as "module:name"."""
@@ -232,26 +245,54 @@ def module_name(function: Callable) -> str:
     return spec.name if spec else "__main__"
 
 
-def nodes_in(values: Mapping[str, Any]) -> list[Node]:
-    """The nodes that values of settings refer to."""
+def nodes_in(values: Mapping[str, Any], values_too: bool = True) -> list[Node]:
+    """The nodes that values of settings refer to, by their files or (`values_too`) as a Later."""
     nodes: dict[Node, None] = {}
     for value in values.values():
         if isinstance(value, Node):
             nodes[value] = None
         elif isinstance(value, Artifact):
             nodes[value.node] = None
-        elif isinstance(value, Later):
+        elif isinstance(value, Later) and values_too:
             nodes.update(dict.fromkeys(value.nodes))
     return list(nodes)
 
 
 def is_finished(node: Node, folder: Path | None = None) -> bool:
-    """Whether a node is finished with its current settings, in its folder or in this one."""
+    """Whether a node is finished with its current settings, in its folder or in this one.
+
+    One that came without its files (recipes/archive.py) is not; see `is_measured`.
+    """
     folder = folder or node.folder
     record = read_record(folder)
     if not record.get("finished") or record["fingerprint"] != node.fingerprint:
         return False
-    return not isinstance(node, Stage) or (folder / LAST).is_file()
+    return (folder / LAST).is_file() if isinstance(node, Stage) else record.get("files", True)
+
+
+def is_measured(node: Node) -> bool:
+    """Whether a node's logs and rows are those of its current settings, with its files or not."""
+    record = read_record(node.folder)
+    if record.get("finished") and not record.get("files", True):
+        return record["fingerprint"] == node.fingerprint
+    return is_finished(node)
+
+
+def unfinished(nodes: Sequence[Node]) -> list[Node]:
+    """The nodes that have to run, in their order.
+
+    One that came without its files has to if one that has to run reads them.
+
+    Args:
+        nodes: each after those that it waits for.
+    """
+    left: list[Node] = []
+    read: set[Node] = set()
+    for node in reversed(nodes):
+        if not (is_finished(node) if node in read else is_measured(node)):
+            left.insert(0, node)
+            read.update(node.reads())
+    return left
 
 
 def finished(node: Node) -> Finished:
@@ -301,6 +342,13 @@ def references(values: Mapping[str, Any]) -> dict[str, Any]:
             file = LAST if isinstance(value, Node) else value.file
             replacements[stand_in(value)] = [file, node.fingerprint]
     return replacements
+
+
+def resolved_fingerprint(stage: Stage) -> str:
+    """A stage's fingerprint with the values of a Later, read from finished nodes, in its place."""
+    settings = finished(stage).settings
+    files = {k: v for k, v in stage.values().items() if not isinstance(v, Later)}
+    return fingerprint(settings.as_dict(), stage.seed, references(files))
 
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:

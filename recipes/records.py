@@ -9,7 +9,7 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ class Finished:
 
 
 def fingerprint(content: Mapping[str, Any], seed: int, references: Mapping[str, Any]) -> str:
-    """Hash of what determines a node; a file that a setting names counts by size and date.
+    """Hash of what determines a node; a file that a setting names counts by its content.
 
     Args:
         content: settings; those in flags.PASSING do not count.
@@ -131,8 +131,15 @@ def _hashed(key: str, value: Any, references: Mapping[str, Any]) -> Any:
     for file in (Path(path), Path(path, "model.safetensors")) if value else ():
         if len(value) < 1024 and os.path.isfile(file):
             stat = file.stat()
-            return [value, stat.st_size, stat.st_mtime_ns]
+            return [value, _digest(file, stat.st_size, stat.st_mtime_ns)]
     return value
+
+
+@cache
+def _digest(file: Path, size: int, changed: int) -> str:
+    """Hash of a file's content, read again only if size or date have changed."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def flattened(content: Any, prefix: str = "") -> dict[str, Any]:

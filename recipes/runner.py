@@ -1,7 +1,8 @@
 """Executes the nodes that an experiment declares, and writes its table and its report.
 
 A finished node is skipped, a killed stage continues from last.ckpt, and a node whose settings have
-changed starts anew; its old folder is kept under a numbered name.
+changed starts anew; its old folder is kept under a numbered name. A stage whose settings turn out
+to be those of a finished one, such as the best trial's, takes its result.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import importlib
 import json
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -20,7 +22,7 @@ from typing import Any
 
 import pandas as pd
 
-from recipes import cli, experiment_plan, ledger, results
+from recipes import archive, cli, experiment_plan, ledger, results
 from recipes.cluster import RayCluster
 from recipes.executors import (
     Executor,
@@ -33,7 +35,18 @@ from recipes.executors import (
 from recipes.experiment import Experiment, Run, folder_name
 from recipes.flags import Flags, names_in
 from recipes.messages import ExperimentFailed
-from recipes.nodes import Measurement, Measuring, Node, Stage, finished, is_finished, resolved
+from recipes.nodes import (
+    Measurement,
+    Measuring,
+    Node,
+    Stage,
+    finished,
+    is_finished,
+    is_measured,
+    resolved,
+    resolved_fingerprint,
+    unfinished,
+)
 from recipes.progress import View, console
 from recipes.records import ROWS, read_record, write_atomically, write_record
 from recipes.work import MeasurementTask, Training, measure, train
@@ -57,7 +70,11 @@ def run_experiment(experiment: Experiment, argv: list[str] | None = None) -> Run
         return run
     with locked(run):
         copy_files(run)
-        execute(run, executor_of(run))
+        take_records(run)
+        try:
+            execute(run, executor_of(run))
+        finally:
+            archive.pack(list(run.nodes.values()), Path(run.options.out), run.out / archive.FILE)
         if (table := table_of(run)).empty:
             console.print("Nothing was measured, so there is no report.")
         else:
@@ -103,6 +120,12 @@ def command_line(experiment: Experiment, argv: list[str] | None = None) -> Run:
         help="run the parts as tasks of this Ray cluster, --jobs at once; local starts Ray here",
     )
     add("--out", default="runs", metavar="DIR", help="default runs/")
+    add(
+        "--records",
+        type=Path,
+        metavar="FILE",
+        help=f"{archive.FILE} of an earlier run, from anywhere: what it finished is not repeated",
+    )
     add(
         "--plan",
         action="store_true",
@@ -172,6 +195,14 @@ def copy_files(run: Run) -> None:
             node.file = copy
 
 
+def take_records(run: Run) -> None:
+    """Unpack the file of --records into the run's folder."""
+    if run.options.records:
+        nodes = list(run.nodes.values())
+        count = archive.unpack(nodes, Path(run.options.out), run.options.records)
+        console.print(f"{run.options.records} has {count} of the run's {len(nodes)} parts")
+
+
 def execute(run: Run, executor: Executor) -> None:
     """Execute the nodes of a run, each after those that it waits for.
 
@@ -179,8 +210,12 @@ def execute(run: Run, executor: Executor) -> None:
         ExperimentFailed: if some failed, after all nodes that do not need them are finished.
     """
     nodes = run.chosen()
-    waiting = [node for node in nodes if not skipped(node)]
-    done = {node for node in nodes if node not in waiting}
+    for node in nodes:
+        take_back(node)
+    waiting = unfinished(nodes)
+    done = set(nodes).difference(waiting)
+    for node in (one for one in nodes if one in done):
+        console.print(f"[dim]{node.title}: finished before, skipped")
     running: dict[Future[Any], Node] = {}
     failed: dict[Node, str] = {}
     write_table(run)
@@ -192,6 +227,11 @@ def execute(run: Run, executor: Executor) -> None:
                 for node in ready[: executor.jobs - len(running)]:
                     waiting.remove(node)
                     try:
+                        prepare(node)
+                        if adopted(node):
+                            done.add(node)
+                            view.advance()
+                            continue
                         task = task_of(node, executor.jobs > 1)
                     except ValueError as error:  # a value of another node could not be read
                         failed[node] = str(error)
@@ -230,19 +270,36 @@ def _failures(failed: dict[Node, str], stopped: list[Node]) -> str:
     return f"{text}. All else is finished; the same command continues."
 
 
-def skipped(node: Node) -> bool:
-    """Whether a node is finished already; if so, print that.
-
-    A folder that was put aside, and has the node's settings again, takes its place back.
-    """
-    if not is_finished(node):
-        old = next((one for one in put_aside(node.folder) if is_finished(node, one)), None)
-        if old is None:
-            return False
+def take_back(node: Node) -> None:
+    """Put a folder that was put aside, and has the node's settings again, back in its place."""
+    if is_finished(node):
+        return
+    if old := next((one for one in put_aside(node.folder) if is_finished(node, one)), None):
         if node.folder.exists():
             node.folder.rename(_free_name(node.folder))
         old.rename(node.folder)
-    console.print(f"[dim]{node.title}: finished before, skipped")
+
+
+def adopted(node: Node) -> bool:
+    """Whether another stage has had the same training; if so, the node takes its files.
+
+    Such as the training at the best of several rates, when a trial was as long and had its seed.
+    """
+    if not isinstance(node, Stage):
+        return False
+    this = resolved_fingerprint(node)
+    for other in node.run.nodes.values():
+        if isinstance(other, Stage) and other.seed == node.seed and is_finished(other):
+            record = read_record(other.folder)
+            if this in (record["fingerprint"], record.get("resolved")):
+                break
+    else:
+        write_record(node.folder, {**read_record(node.folder), "resolved": this})
+        return False
+    shutil.rmtree(node.folder)
+    shutil.copytree(other.folder, node.folder, copy_function=os.link)  # no second copy on disk
+    write_record(node.folder, {**record, "fingerprint": node.fingerprint, "resolved": this})
+    console.print(f"[dim]{node.title}: the training is that of {other.name}, not repeated")
     return True
 
 
@@ -252,8 +309,7 @@ def put_aside(folder: Path) -> list[Path]:
 
 
 def task_of(node: Node, quiet: bool) -> Task:
-    """Prepare a node's folder, and make the task that executes it."""
-    prepare(node)
+    """The task that executes a node."""
     if isinstance(node, Stage):
         training = Training(node.title, finished(node), node.run.flags.several(), quiet)
         return Task(node.title, train, training, node.folder / "node.log")
@@ -298,7 +354,7 @@ def table_of(run: Run) -> pd.DataFrame:
     parts = [
         finished(node).rows
         for node in run.nodes.values()
-        if isinstance(node, Measurement) and node.run.out == run.out and is_finished(node)
+        if isinstance(node, Measurement) and node.run.out == run.out and is_measured(node)
     ]
     parts = [part for part in parts if len(part)]
     if not parts:
@@ -351,8 +407,10 @@ def locked(run: Run) -> Iterator[None]:
 def list_nodes(run: Run) -> None:
     """Print the nodes, whether they are finished, and what they wait for."""
     console.print(f"[bold]{run.name}, preset {run.preset}")
-    for node in run.chosen():
-        state = "finished" if is_finished(node) else "to do"
+    nodes = run.chosen()
+    left = unfinished(nodes)
+    for node in nodes:
+        state = "to do" if node in left else "finished"
         needs = ", ".join(before.name for before in node.waits_for())
         after = f"; after {needs}" if needs else ""
         console.print(f"seed {node.seed}: {node.name}: {state}{after}", highlight=False)

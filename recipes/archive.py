@@ -1,0 +1,101 @@
+"""records.zip: the logs and rows of a run's finished parts, without checkpoints.
+
+Every run writes it beside its table. Unpacked into a run's folder (`--records FILE`), it lets
+another machine go on where that run ended: with more seeds or rows, but not with the same trials
+and trainings once more. A part whose checkpoint is needed again is trained again.
+"""
+
+import json
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from recipes.nodes import Node, is_measured
+from recipes.records import RECORD, write_record
+
+FILE = "records.zip"
+LARGEST = 2**20  # bytes of another file that a measurement left, such as a list of widths
+
+
+def pack(nodes: Sequence[Node], base: Path, file: Path) -> None:
+    """Write the records of the finished nodes.
+
+    Args:
+        nodes: of a run; those that are not finished are left out.
+        base: names in the file are relative to it.
+        file: written atomically.
+    """
+    new = file.with_name(f".{file.name}")
+    with zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        for node in filter(is_measured, nodes):
+            record = json.loads((node.folder / RECORD).read_text())
+            small, left_out = files_of(node.folder)
+            record["files"] = record.get("files", True) and not left_out
+            archive.writestr(_name(node, base, RECORD), json.dumps(record))
+            for one in small:
+                archive.write(one, _name(node, base, str(one.relative_to(node.folder))))
+    new.replace(file)
+
+
+def files_of(folder: Path) -> tuple[list[Path], list[Path]]:
+    """A node's files that are packed, its record aside, and those that are left out."""
+    small: list[Path] = []
+    left_out: list[Path] = []
+    for file in sorted(one for one in folder.rglob("*") if one.is_file()):
+        relative = file.relative_to(folder)
+        if relative.parts[0].startswith("log") and file.name != "metrics.csv":
+            continue  # Lightning's copy of the settings
+        if relative.parts[0] == "checkpoints" or file.stat().st_size > LARGEST:
+            left_out.append(file)
+        elif file.name not in (RECORD, "node.log"):
+            small.append(file)
+    return small, left_out
+
+
+def unpack(nodes: Sequence[Node], base: Path, file: Path) -> int:
+    """Extract the records of the nodes that have no folder yet and the same settings.
+
+    Args:
+        nodes: of a run.
+        base: as for `pack`.
+        file: written by `pack`.
+
+    Returns:
+        how many nodes of the run are finished in the file.
+
+    Raises:
+        ValueError: if the file is no such archive, or has no node of the run.
+    """
+    try:
+        archive = zipfile.ZipFile(file)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise ValueError(f"--records {file}: expected a {FILE} of a run ({error})") from None
+    fitting = 0
+    with archive:
+        names = archive.namelist()
+        for node in nodes:
+            if (name := _name(node, base, RECORD)) not in names:
+                continue
+            record = json.loads(archive.read(name))
+            if record["fingerprint"] != node.fingerprint:
+                continue
+            fitting += 1
+            if (node.folder / RECORD).exists():
+                continue
+            prefix = _name(node, base, "")
+            for one in names:
+                if one.startswith(prefix) and one != name:
+                    path = node.folder / one.removeprefix(prefix)
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(archive.read(one))
+            write_record(node.folder, record)
+    if not fitting:
+        raise ValueError(
+            f"--records {file} has no part of this run: another experiment or preset made it, or "
+            "other settings, or a version of this code that has others"
+        )
+    return fitting
+
+
+def _name(node: Node, base: Path, file: str) -> str:
+    return f"{node.folder.relative_to(base).as_posix()}/{file}"

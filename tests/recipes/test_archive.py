@@ -1,0 +1,125 @@
+"""records.zip: another machine goes on where a run ended, and trains no trial twice."""
+
+import json
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from recipes.records import read_record
+from recipes.results import Row, read
+from tests.recipes.fake_trainings import look
+
+
+def chosen(run):
+    """Two trials, and a training at the better rate for each seed."""
+    trials = [run.stage(f"t{i}", "matvit", varied={"model.lr": 10.0**-i}) for i in (1, 2)]
+    for seed in run.seeds:
+        best = run.best(trials, "val/accuracy", ["model.lr"], mode="max")
+        final = run.stage("final", "matvit", seed, settings=best)
+        run.measure("look", seed, look, {"final": final})
+
+
+def moved(run):
+    """The records of a run, whose folder is moved out of the way."""
+    file = Path(run.options.out, "kept.zip")
+    file.write_bytes((run.out / "records.zip").read_bytes())
+    shutil.rmtree(run.out)
+    return file
+
+
+def test_more_seeds_on_another_machine_repeat_nothing(go, trainings):
+    table = read(go(declare=chosen).out)
+    file = moved(go(declare=chosen))
+    assert trainings.names == ["t1", "t2"]  # seed 0's is the first trial, as long and of its seed
+    run = go("--seeds", "2", "--records", str(file), declare=chosen)
+    assert trainings.names == ["t1", "t2", "final"]
+    assert "--model.lr=0.1" in trainings.calls[-1] and "--seed_everything=1" in trainings.calls[-1]
+    assert read(run.out)[lambda rows: rows.seed == 0].equals(table)
+    # the file of that run has both, and a third machine has nothing left to do
+    run = go("--seeds", "2", "--records", str(moved(run)), declare=chosen)
+    assert len(trainings.calls) == 3 and set(read(run.out).seed) == {0, 1}
+    assert not list(run.out.rglob("*.ckpt"))
+
+
+def test_what_reads_a_checkpoint_that_did_not_come_has_it_trained_again(
+    go,
+    trainings,
+):
+    file = moved(go(declare=chosen))
+
+    def more(run):
+        chosen(run)
+        run.measure("more", 0, look, {"trial": run.nodes[run.out / "seed0" / "t2"]})
+
+    run = go("--records", str(file), declare=more)
+    assert trainings.names == ["t1", "t2", "t2"]
+    assert read_record(run.out / "seed0" / "t1")["files"] is False
+    assert (run.out / "seed0" / "t2" / "checkpoints" / "last.ckpt").is_file()
+
+
+def write_lists(m):
+    (m.folder / "small.json").write_text("[1, 2]")
+    (m.folder / "large.bin").write_bytes(bytes(m.settings["size"]))
+    yield Row(row="a", metric="size", value=m.settings["size"])
+
+
+@pytest.mark.parametrize(("size", "calls"), [(10, 2), (2**20 + 1, 3)])
+def test_files_of_a_measurement_come_unless_they_are_large(
+    go,
+    trainings,
+    size,
+    calls,
+):
+    def declare(run):
+        a = run.stage("a", "matvit")
+        made = run.measure("made", 0, write_lists, {"a": a}, {"size": size})
+        for seed in run.seeds:
+            run.stage("b", "matvit", seed, varied={"model.init_from": made / "small.json"})
+
+    file = moved(go(declare=declare))
+    with zipfile.ZipFile(file) as archive:
+        names = [name.rpartition("/")[2] for name in archive.namelist()]
+        record = archive.read("paper-name/tiny/seed0/made/node.json")
+    assert sorted(names) == sorted(
+        ["node.json", "metrics.csv"] * 2
+        + ["node.json", "results.csv", "small.json"]
+        + ["large.bin"] * (size == 10)
+    )
+    assert json.loads(record)["files"] == (size == 10)
+    del trainings.calls[:]
+    go("--seeds", "2", "--records", str(file), declare=declare)
+    assert trainings.names == (["b"] if size == 10 else ["a", "b"])
+
+
+def test_records_of_other_settings_or_no_records_are_refused(go, trainings, tmp_path):
+    file = moved(go(declare=chosen))
+    count = len(trainings.calls)
+    with pytest.raises(ValueError, match=r"kept.zip has no part of this run: another experiment"):
+        go("--records", str(file), "--model.weight_decay", "0.5", declare=chosen)
+    for name in ("kept.txt", "missing.zip"):
+        (tmp_path / "kept.txt").write_text("no archive")
+        with pytest.raises(ValueError, match=rf"{name}: expected a records.zip of a run"):
+            go("--records", str(tmp_path / name), declare=chosen)
+    assert len(trainings.calls) == count
+
+
+def test_a_shorter_trial_or_another_seed_is_not_adopted(go, trainings):
+    def declare(run):
+        trials = [
+            run.stage(f"t{i}", "matvit", settings={"trainer.max_epochs": 1, "model.lr": 10.0**-i})
+            for i in (1, 2)
+        ]
+        best = run.best(trials, "val/accuracy", ["model.lr"])
+        run.stage("final", "matvit", settings=best)
+        run.stage("final", "matvit", 1, settings={"trainer.max_epochs": 1, **best})
+        run.stage("same", "matvit", settings={"trainer.max_epochs": 1, **best})
+        run.stage("after", "matvit", varied={"model.init_from": trials[0]}, settings=best)
+
+    run = go(declare=declare)
+    assert sorted(trainings.names) == ["after", "final", "final", "t1", "t2"]
+    for name in ("same", "t1"):
+        folder = run.out / "seed0" / name
+        assert (folder / "checkpoints" / "last.ckpt").is_file() and (folder / "node.json").is_file()
+    assert go(declare=declare) and len(trainings.calls) == 5
