@@ -26,7 +26,7 @@ import pandas as pd
 from recipes import cli
 from recipes.flags import Flags
 from recipes.nodes import Later, Measure, Measurement, Measuring, Node, Stage
-from recipes.records import Finished, at, best_of, type_of
+from recipes.records import Finished, at, best_of, scores_of, type_of
 
 __all__ = ["Experiment", "Measuring", "Run"]
 
@@ -129,12 +129,17 @@ class Run:
 
             return read
 
+        def scores(trials: list[Finished]) -> list[tuple[Finished, float]]:
+            return scores_of(trials, metric, mode, at_end, keys)
+
         return {
             key: Later(
                 tuple(stages),
                 reader(key),
                 f"{key} of the {mode} {metric}",
                 at(stages[0].parsed(), key),
+                metric if isinstance(metric, str) else " + ".join(metric),
+                scores,
             )
             for key in keys
         }

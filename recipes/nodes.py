@@ -108,12 +108,16 @@ class Later:
         read: returns the value, from the finished nodes.
         what: describes the value; part of the fingerprint.
         like: a value of the same type, used until then.
+        metric: if it is that of the best of several trials, by what they are compared.
+        scores: if so, returns the trials that differ, and the metric of each.
     """
 
     nodes: tuple[Node, ...]
     read: Callable[[list[Finished]], Any]
     what: str
     like: Any
+    metric: str = ""
+    scores: Callable[[list[Finished]], list[tuple[Finished, float]]] | None = None
 
 
 @dataclass(eq=False)

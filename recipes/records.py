@@ -194,7 +194,19 @@ def best_of(
     """
     if len(trials) == 1:
         return trials[0]
-    pick, metrics = (max if mode == "max" else min), [metric] if isinstance(metric, str) else metric
+    pick = max if mode == "max" else min
+    return pick(scores_of(trials, metric, mode, at_end, alike), key=lambda one: one[1])[0]
+
+
+def scores_of(
+    trials: Sequence[Finished],
+    metric: str | Sequence[str],
+    mode: str,
+    at_end: bool,
+    alike: Sequence[str],
+) -> list[tuple[Finished, float]]:
+    """What `best_of` compares: the trainings that differ, and the metric of each."""
+    metrics = [metric] if isinstance(metric, str) else metric
     start = -1 if at_end else 0
     values: dict[str, list[float]] = {}
     first: dict[str, Finished] = {}
@@ -203,7 +215,7 @@ def best_of(
         first.setdefault(key, one)
         value = sum(best(one.history[name][start:], mode) for name in metrics)
         values.setdefault(key, []).append(value)
-    return first[pick(values, key=lambda key: statistics.fmean(values[key]))]
+    return [(first[key], statistics.fmean(values[key])) for key in values]
 
 
 def read_record(folder: Path) -> dict[str, Any]:

@@ -49,6 +49,7 @@ from recipes.nodes import (
 )
 from recipes.progress import View, console
 from recipes.records import ROWS, read_record, write_atomically, write_record
+from recipes.trials import trials_of
 from recipes.work import MeasurementTask, Training, measure, train
 
 RUN = "run.json"  # in a run's folder, for `python -m recipes report`
@@ -374,9 +375,9 @@ def write_table(run: Run) -> None:
 
 
 def write_report(experiment: Experiment, run: Run, table: pd.DataFrame) -> None:
-    """Write report.md from the table: the experiment's paragraphs, and verdicts on its claims."""
+    """Write report.md: the experiment's paragraphs, verdicts on its claims, and its trials."""
     judged = ledger.verdicts_on(table, run.name, run.preset, f"`{run.command}`")
-    results.write_report(run.out, [*experiment.report(table, run), *judged])
+    results.write_report(run.out, [*experiment.report(table, run), *judged, *trials_of(run)])
 
 
 @contextlib.contextmanager
