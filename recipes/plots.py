@@ -7,7 +7,7 @@ from typing import Any
 
 import matplotlib
 import pandas as pd
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from recipes.results import Where, by_seed, select, title_of, unique
 
@@ -245,6 +245,12 @@ def _figure(
         axis.grid(alpha=0.3)
         panels.append((axis, cost, part))
     yield panels
+    for axis, _, _ in panels if log else ():
+        low, high = axis.get_xlim()
+        if high / low < 300:  # matplotlib would label every multiple of a power, one over the other
+            axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+            axis.xaxis.set_minor_formatter(NullFormatter())
     axes[0][0].set_ylabel(ylabel or metric)
     shown_series = {
         label: handle
