@@ -10,11 +10,11 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.nodes import Node, is_measured
-from recipes.records import RECORD, write_record
+from recipes.nodes import Artifact, Node, Stage, is_measured
+from recipes.records import RECORD, ROWS, write_record
 
 FILE = "records.zip"
-LARGEST = 2**20  # bytes of another file that a measurement left, such as a list of widths
+LARGEST = 2**20  # bytes of a file that a measurement wrote for others, such as a list of widths
 
 
 def pack(nodes: Sequence[Node], base: Path, file: Path) -> None:
@@ -26,30 +26,44 @@ def pack(nodes: Sequence[Node], base: Path, file: Path) -> None:
         file: written atomically.
     """
     new = file.with_name(f".{file.name}")
+    for_others = {
+        value.path
+        for node in nodes
+        for value in node.values().values()
+        if isinstance(value, Artifact)
+    }
     with zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         for node in filter(is_measured, nodes):
             record = json.loads((node.folder / RECORD).read_text())
-            small, left_out = files_of(node.folder)
+            packed, left_out = files_of(node, for_others)
             record["files"] = record.get("files", True) and not left_out
             archive.writestr(_name(node, base, RECORD), json.dumps(record))
-            for one in small:
-                archive.write(one, _name(node, base, str(one.relative_to(node.folder))))
+            for one in packed:
+                archive.write(one, _name(node, base, one.relative_to(node.folder).as_posix()))
     new.replace(file)
 
 
-def files_of(folder: Path) -> tuple[list[Path], list[Path]]:
-    """A node's files that are packed, its record aside, and those that are left out."""
-    small: list[Path] = []
+def files_of(node: Node, for_others: set[Path]) -> tuple[list[Path], list[Path]]:
+    """A node's files that are packed, its record aside, and those that are left out.
+
+    Packed are logs and rows, and small files of measurements that settings of other nodes name.
+    """
+    packed: list[Path] = []
     left_out: list[Path] = []
-    for file in sorted(one for one in folder.rglob("*") if one.is_file()):
-        relative = file.relative_to(folder)
-        if relative.parts[0].startswith("log") and file.name != "metrics.csv":
-            continue  # Lightning's copy of the settings
-        if relative.parts[0] == "checkpoints" or file.stat().st_size > LARGEST:
-            left_out.append(file)
-        elif file.name not in (RECORD, "node.log"):
-            small.append(file)
-    return small, left_out
+    for file in sorted(one for one in node.folder.rglob("*") if one.is_file()):
+        if file.name in (RECORD, "node.log"):
+            continue
+        if isinstance(node, Stage):
+            of_log = file.relative_to(node.folder).parts[0].startswith("log")
+            if of_log and file.name != "metrics.csv":
+                continue  # Lightning's copy of the settings
+            wanted = of_log
+        else:
+            small = file.stat().st_size <= LARGEST
+            named = not for_others.isdisjoint([file, *file.parents])
+            wanted = file.name == ROWS or (small and named)
+        (packed if wanted else left_out).append(file)
+    return packed, left_out
 
 
 def unpack(nodes: Sequence[Node], base: Path, file: Path) -> int:

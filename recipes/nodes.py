@@ -72,13 +72,17 @@ class Node:
         """A file that the node leaves in its folder, as a value in settings."""
         return Artifact(self, file)
 
+    def values(self) -> Mapping[str, Any]:
+        """Its settings; values of other nodes are not resolved yet."""
+        raise NotImplementedError
+
     def waits_for(self) -> list["Node"]:
         """The nodes that have to be finished before this one starts."""
-        raise NotImplementedError
+        return nodes_in(self.values())
 
     def reads(self) -> list["Node"]:
         """Those of them whose files it reads; of the others it needs values alone."""
-        raise NotImplementedError
+        return nodes_in(self.values(), later=False)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -143,16 +147,8 @@ class Stage(Node):
     prepared: tuple[str, ...] = field(default=(), kw_only=True)
 
     def values(self) -> dict[str, Any]:
-        """The settings from the experiment; values of other nodes are not resolved yet."""
+        """The settings from the experiment, without the user's flags."""
         return {**self.settings, **self.varied}
-
-    def waits_for(self) -> list[Node]:
-        """The nodes whose files or values are in its settings."""
-        return nodes_in(self.values())
-
-    def reads(self) -> list[Node]:
-        """The nodes whose files are in its settings."""
-        return nodes_in(self.values(), values_too=False)
 
     @cached_property
     def file(self) -> Path:
@@ -217,14 +213,9 @@ class Measurement(Node):
     nodes: dict[str, Node]
     settings: dict[str, Any]
 
-    def waits_for(self) -> list[Node]:
-        """The nodes that it is given, and those that its settings need."""
-        return list(dict.fromkeys([*self.nodes.values(), *nodes_in(self.settings)]))
-
-    def reads(self) -> list[Node]:
-        """The nodes that it is given, and those whose files are in its settings."""
-        in_settings = nodes_in(self.settings, values_too=False)
-        return list(dict.fromkeys([*self.nodes.values(), *in_settings]))
+    def values(self) -> dict[str, Any]:
+        """The nodes that it is given, and the settings."""
+        return {**self.nodes, **{f"settings.{key}": one for key, one in self.settings.items()}}
 
     @property
     def function_name(self) -> str:
@@ -249,15 +240,15 @@ def module_name(function: Callable) -> str:
     return spec.name if spec else "__main__"
 
 
-def nodes_in(values: Mapping[str, Any], values_too: bool = True) -> list[Node]:
-    """The nodes that values of settings refer to, by their files or (`values_too`) as a Later."""
+def nodes_in(values: Mapping[str, Any], later: bool = True) -> list[Node]:
+    """The nodes that values of settings refer to, those behind a Later only if `later`."""
     nodes: dict[Node, None] = {}
     for value in values.values():
         if isinstance(value, Node):
             nodes[value] = None
         elif isinstance(value, Artifact):
             nodes[value.node] = None
-        elif isinstance(value, Later) and values_too:
+        elif isinstance(value, Later) and later:
             nodes.update(dict.fromkeys(value.nodes))
     return list(nodes)
 

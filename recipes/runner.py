@@ -65,13 +65,14 @@ def run_experiment(experiment: Experiment, argv: list[str] | None = None) -> Run
     run = command_line(experiment, argv)
     experiment.declare(run)
     run.check()
+    if run.options.records:
+        take_records(run)
     if run.options.plan:
         list_nodes(run)
         experiment_plan.show(run)
         return run
     with locked(run):
         copy_files(run)
-        take_records(run)
         try:
             execute(run, executor_of(run))
         finally:
@@ -198,10 +199,10 @@ def copy_files(run: Run) -> None:
 
 def take_records(run: Run) -> None:
     """Unpack the file of --records into the run's folder."""
-    if run.options.records:
-        nodes = list(run.nodes.values())
+    nodes = list(run.nodes.values())
+    with locked(run):
         count = archive.unpack(nodes, Path(run.options.out), run.options.records)
-        console.print(f"{run.options.records} has {count} of the run's {len(nodes)} parts")
+    console.print(f"{run.options.records} has {count} of the run's {len(nodes)} parts")
 
 
 def execute(run: Run, executor: Executor) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes import experiment_plan
 from recipes.records import read_record
 from recipes.results import Row, read
 from tests.recipes.fake_trainings import look
@@ -29,9 +30,13 @@ def moved(run):
     return file
 
 
-def test_more_seeds_on_another_machine_repeat_nothing(go, trainings):
+def test_more_seeds_on_another_machine_repeat_nothing(go, trainings, monkeypatch, capsys):
     table = read(go(declare=chosen).out)
     file = moved(go(declare=chosen))
+    monkeypatch.setattr(experiment_plan, "show", lambda run: None)
+    go("--seeds", "2", "--records", str(file), "--plan", declare=chosen)
+    said = capsys.readouterr().out
+    assert "seed 0: final: finished" in said and "seed 1: final: to do" in said
     assert trainings.names == ["t1", "t2"]  # seed 0's is the first trial, as long and of its seed
     run = go("--seeds", "2", "--records", str(file), declare=chosen)
     assert trainings.names == ["t1", "t2", "final"]
@@ -59,38 +64,45 @@ def test_what_reads_a_checkpoint_that_did_not_come_has_it_trained_again(
     assert (run.out / "seed0" / "t2" / "checkpoints" / "last.ckpt").is_file()
 
 
-def write_lists(m):
+def write_files(m):
     (m.folder / "small.json").write_text("[1, 2]")
-    (m.folder / "large.bin").write_bytes(bytes(m.settings["size"]))
+    (m.folder / "second.bin").write_bytes(bytes(m.settings["size"]))
     yield Row(row="a", metric="size", value=m.settings["size"])
 
 
-@pytest.mark.parametrize(("size", "calls"), [(10, 2), (2**20 + 1, 3)])
-def test_files_of_a_measurement_come_unless_they_are_large(
-    go,
-    trainings,
-    size,
-    calls,
-):
+@pytest.mark.parametrize("size", [10, 2**20 + 1])
+def test_files_that_others_need_come_unless_they_are_large(go, trainings, size):
     def declare(run):
         a = run.stage("a", "matvit")
-        made = run.measure("made", 0, write_lists, {"a": a}, {"size": size})
+        made = run.measure("made", 0, write_files, {"a": a}, {"size": size})
         for seed in run.seeds:
-            run.stage("b", "matvit", seed, varied={"model.init_from": made / "small.json"})
+            for name, file in {"b": "small.json", "c": "second.bin"}.items():
+                run.stage(name, "matvit", seed, varied={"model.init_from": made / file})
 
     file = moved(go(declare=declare))
     with zipfile.ZipFile(file) as archive:
-        names = [name.rpartition("/")[2] for name in archive.namelist()]
-        record = archive.read("paper-name/tiny/seed0/made/node.json")
-    assert sorted(names) == sorted(
-        ["node.json", "metrics.csv"] * 2
-        + ["node.json", "results.csv", "small.json"]
-        + ["large.bin"] * (size == 10)
+        names = {name for name in archive.namelist() if "/made/" in name}
+        record = json.loads(archive.read("paper-name/tiny/seed0/made/node.json"))
+    expected = {"node.json", "results.csv", "small.json"} | (
+        {"second.bin"} if size == 10 else set()
     )
-    assert json.loads(record)["files"] == (size == 10)
+    assert {name.rpartition("/")[2] for name in names} == expected
+    assert record["files"] == (size == 10)
     del trainings.calls[:]
     go("--seeds", "2", "--records", str(file), declare=declare)
-    assert trainings.names == (["b"] if size == 10 else ["a", "b"])
+    assert trainings.names == (["b", "c"] if size == 10 else ["a", "b", "c"])
+
+
+def draw(m):
+    (m.folder / "picture.png").write_text("a picture that its licence may forbid to publish")
+    yield Row(row="a", metric="size", value=1.0)
+
+
+def test_files_that_no_setting_names_are_not_in_it(go, trainings):
+    run = go(declare=lambda run: run.measure("drawn", 0, draw))
+    with zipfile.ZipFile(run.out / "records.zip") as archive:
+        names = [name.rpartition("/")[2] for name in archive.namelist()]
+    assert names == ["node.json", "results.csv"]
 
 
 def test_records_of_other_settings_or_no_records_are_refused(go, trainings, tmp_path):
