@@ -17,13 +17,14 @@ FILE = "records.zip"
 LARGEST = 2**20  # bytes of a file that a measurement wrote for others, such as a list of widths
 
 
-def pack(nodes: Sequence[Node], base: Path, file: Path) -> None:
+def pack(nodes: Sequence[Node], base: Path, file: Path, description: Path) -> None:
     """Write the records of the finished nodes.
 
     Args:
         nodes: of a run; those that are not finished are left out.
         base: names in the file are relative to it.
         file: written atomically.
+        description: of the run, packed too if it is there.
     """
     new = file.with_name(f".{file.name}")
     for_others = {
@@ -33,6 +34,8 @@ def pack(nodes: Sequence[Node], base: Path, file: Path) -> None:
         if isinstance(value, Artifact)
     }
     with zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        if description.is_file():
+            archive.write(description, description.name)
         for node in filter(is_measured, nodes):
             record = json.loads((node.folder / RECORD).read_text())
             packed, left_out = files_of(node, for_others)
@@ -66,6 +69,28 @@ def files_of(node: Node, for_others: set[Path]) -> tuple[list[Path], list[Path]]
     return packed, left_out
 
 
+def read(file: Path, name: str) -> str:
+    """The text of a file in an archive.
+
+    Raises:
+        ValueError: as for `unpack`.
+    """
+    with opened(file) as archive:
+        return archive.read(name).decode()
+
+
+def opened(file: Path) -> zipfile.ZipFile:
+    """An archive, to read.
+
+    Raises:
+        ValueError: if the file is none.
+    """
+    try:
+        return zipfile.ZipFile(file)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{file}: expected a {FILE} of a run ({error})") from None
+
+
 def unpack(nodes: Sequence[Node], base: Path, file: Path) -> int:
     """Extract the records of the nodes that have no folder yet and the same settings.
 
@@ -80,12 +105,8 @@ def unpack(nodes: Sequence[Node], base: Path, file: Path) -> int:
     Raises:
         ValueError: if the file is no such archive, or has no node of the run.
     """
-    try:
-        archive = zipfile.ZipFile(file)
-    except (OSError, zipfile.BadZipFile) as error:
-        raise ValueError(f"--records {file}: expected a {FILE} of a run ({error})") from None
     fitting = 0
-    with archive:
+    with opened(file) as archive:
         names = archive.namelist()
         for node in nodes:
             if (name := _name(node, base, RECORD)) not in names:
@@ -105,7 +126,7 @@ def unpack(nodes: Sequence[Node], base: Path, file: Path) -> int:
             write_record(node.folder, record)
     if not fitting:
         raise ValueError(
-            f"--records {file} has no part of this run: another experiment or preset made it, or "
+            f"{file} has no part of this run: another experiment or preset made it, or "
             "other settings, or a version of this code that has others"
         )
     return fitting

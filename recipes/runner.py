@@ -15,6 +15,7 @@ import os
 import shlex
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
@@ -76,7 +77,8 @@ def run_experiment(experiment: Experiment, argv: list[str] | None = None) -> Run
         try:
             execute(run, executor_of(run))
         finally:
-            archive.pack(list(run.nodes.values()), Path(run.options.out), run.out / archive.FILE)
+            nodes, extra = list(run.nodes.values()), run.out / RUN
+            archive.pack(nodes, Path(run.options.out), run.out / archive.FILE, extra)
         if (table := table_of(run)).empty:
             console.print("Nothing was measured, so there is no report.")
         else:
@@ -136,6 +138,9 @@ def command_line(experiment: Experiment, argv: list[str] | None = None) -> Run:
     experiment.options(parser)
     argv = sys.argv[1:] if argv is None else argv
     options, flags = parser.parse_known_args(argv)
+    if options.records:  # the report's command gives the same table without them
+        place = next(n for n, one in enumerate(argv) if one.startswith("--records"))
+        argv = [*argv[:place], *argv[place + 1 + (argv[place] == "--records") :]]
     for name, least in (("seeds", 1), ("jobs", 1)):
         if getattr(options, name) < least:
             raise ValueError(f"--{name} {getattr(options, name)}: expected at least {least}")
@@ -171,21 +176,40 @@ def executor_of(run: Run) -> Executor:
 def main(argv: list[str]) -> None:
     """`python -m recipes report FOLDER`: write an experiment's report again, without training.
 
+    FOLDER is that of a run, such as runs/matformer-matvit/tiny, or one in results/ that has
+    a records.zip.
+
     Raises:
-        FileNotFoundError: if the folder is not that of an experiment's run.
+        FileNotFoundError: if the folder is neither.
     """
     parser = argparse.ArgumentParser(prog="python -m recipes report", description=main.__doc__)
-    parser.add_argument("folder", type=Path, help="of a run, such as runs/matformer-matvit/tiny")
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
     folder = parser.parse_args(argv).folder
-    record = folder / RUN
-    if not record.is_file():
-        raise FileNotFoundError(f"{record} is missing: expected the folder of an experiment's run")
-    saved = json.loads(record.read_text())
-    experiment = importlib.import_module(f"recipes.{saved['experiment']}").EXPERIMENT
-    run = command_line(experiment, shlex.split(saved["command"])[3:])
-    run.out = folder
+    if (folder / RUN).is_file():
+        experiment, run = _run_again((folder / RUN).read_text())
+        run.out = folder
+        write_report(experiment, run, results.read(folder))
+    elif (folder / archive.FILE).is_file():
+        with tempfile.TemporaryDirectory() as scratch:
+            experiment, run = _run_again(archive.read(folder / archive.FILE, RUN), "--out", scratch)
+            archive.unpack(list(run.nodes.values()), Path(scratch), folder / archive.FILE)
+            write_report(experiment, run, results.read(folder))
+            for file in (*run.out.glob("*.png"), run.out / "report.md"):
+                shutil.copy(file, folder)
+    else:
+        raise FileNotFoundError(
+            f"{folder} has no {RUN} or {archive.FILE}: expected the folder of an experiment's run"
+        )
+
+
+def _run_again(saved: str, *flags: str) -> tuple[Experiment, Run]:
+    """The experiment and the declared run that a run.json names."""
+    content = json.loads(saved)
+    experiment = importlib.import_module(f"recipes.{content['experiment']}").EXPERIMENT
+    run = command_line(experiment, [*shlex.split(content["command"])[3:], *flags])
+    run.command = content["command"]
     experiment.declare(run)
-    write_report(experiment, run, results.read(folder))
+    return experiment, run
 
 
 def copy_files(run: Run) -> None:
@@ -376,9 +400,9 @@ def write_table(run: Run) -> None:
 
 
 def write_report(experiment: Experiment, run: Run, table: pd.DataFrame) -> None:
-    """Write report.md: the experiment's paragraphs, verdicts on its claims, and its trials."""
+    """Write report.md: the experiment's paragraphs, its trials, and verdicts on its claims."""
     judged = ledger.verdicts_on(table, run.name, run.preset, f"`{run.command}`")
-    results.write_report(run.out, [*experiment.report(table, run), *judged, *trials_of(run)])
+    results.write_report(run.out, [*experiment.report(table, run), *trials_of(run), *judged])
 
 
 @contextlib.contextmanager

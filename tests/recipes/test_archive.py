@@ -2,15 +2,18 @@
 
 import json
 import shutil
+import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from recipes import experiment_plan
 from recipes.records import read_record
 from recipes.results import Row, read
-from tests.recipes.fake_trainings import look
+from recipes.runner import main
+from tests.recipes.fake_trainings import experiment, look
 
 
 def chosen(run):
@@ -93,6 +96,25 @@ def test_files_that_others_need_come_unless_they_are_large(go, trainings, size):
     assert trainings.names == (["b", "c"] if size == 10 else ["a", "b", "c"])
 
 
+def test_a_published_report_is_written_again(go, trainings, tmp_path, monkeypatch):
+    monkeypatch.setitem(
+        sys.modules, "recipes.paper.name", SimpleNamespace(EXPERIMENT=experiment(chosen))
+    )
+    first = go("--seeds", "1", declare=chosen)
+    command = f"python -m recipes.paper.name --out {tmp_path} --seeds 2"
+    run = go("--records", str(moved(first)), "--seeds", "2", declare=chosen)
+    assert run.command == command  # it gives the same table without the records
+    published = tmp_path / "published"
+    published.mkdir()
+    for name in ("results.csv", "records.zip"):
+        shutil.copy(run.out / name, published)
+    before = (run.out / "report.md").read_text()
+    shutil.rmtree(run.out)
+    main([str(published)])
+    assert (published / "report.md").read_text() == before and "chosen in trials" in before
+    assert not run.out.exists() and len(trainings.calls) == 3
+
+
 def draw(m):
     (m.folder / "picture.png").write_text("a picture that its licence may forbid to publish")
     yield Row(row="a", metric="size", value=1.0)
@@ -102,7 +124,7 @@ def test_files_that_no_setting_names_are_not_in_it(go, trainings):
     run = go(declare=lambda run: run.measure("drawn", 0, draw))
     with zipfile.ZipFile(run.out / "records.zip") as archive:
         names = [name.rpartition("/")[2] for name in archive.namelist()]
-    assert names == ["node.json", "results.csv"]
+    assert names == ["run.json", "node.json", "results.csv"]
 
 
 def test_records_of_other_settings_or_no_records_are_refused(go, trainings, tmp_path):

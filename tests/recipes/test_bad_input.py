@@ -110,7 +110,10 @@ def place(tmp_path_factory):
         (f"export {RUN} out --to peft", "--to peft: this checkpoint has no VeRA adapter"),
         (f"export {RUN} out --granularity S --max_params 12M", "give one of them"),
         (f"generate {RUN} --prompt hello", "is a checkpoint of MatViT, expected one of MatLM"),
-        ("report good", "good/run.json is missing: expected the folder of an experiment's run"),
+        (
+            "report good",
+            "good has no run.json or records.zip: expected the folder of an experiment's run",
+        ),
     ],
 )
 def test_bad_input_gets_one_sentence(command, said, place, monkeypatch, capsys):
