@@ -1,5 +1,6 @@
 """The report's section on trials: which settings were tried, what came of each, and the choice."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,11 +18,11 @@ NOTES = {
 
 def trials_of(run: Run) -> list[str]:
     """The paragraphs on a run's finished trials; none if it has no trials."""
-    users: dict[tuple[Node, ...], tuple[dict[str, Later], list[str]]] = {}
+    users: dict[tuple[tuple[Node, ...], str], tuple[dict[str, Later], list[str]]] = {}
     for node in run.nodes.values():
         for key, value in node.values().items() if isinstance(node, Stage) else ():
             if isinstance(value, Later) and value.scores and all(map(is_measured, value.nodes)):
-                values, names = users.setdefault(value.nodes, ({}, []))
+                values, names = users.setdefault((value.nodes, value.metric), ({}, []))
                 values[key] = value
                 names.append(node.name)
     lines = [line(values, list(dict.fromkeys(names))) for values, names in users.values()]
@@ -57,7 +58,10 @@ def line(values: dict[str, Later], names: Sequence[str]) -> list[str]:
     return [
         names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more",
         ", ".join(key.rpartition(".")[2] for key in values),
-        "; ".join(f"{shown(one)}: {score:.4g}" for one, score in zip(tried, results, strict=True)),
+        "; ".join(
+            f"{shown(one)}: {f'{score:.4g}' if math.isfinite(score) else 'diverged'}"
+            for one, score in zip(tried, results, strict=True)
+        ),
         later.metric,
         f"{shown(best)} {marks}".strip(),
     ]

@@ -26,7 +26,9 @@ class Trainings:
             torch.save({"state_dict": {}, **beside}, checkpoint.with_name(name))
         log = checkpoint.parents[1] / f"log{len(self.calls)}"
         log.mkdir()
-        (log / "metrics.csv").write_text(f"loss,val/accuracy\n{len(self.calls)},0.5\n")
+        number = len(self.calls)
+        odd = number if number % 2 else "nan"
+        (log / "metrics.csv").write_text(f"loss,val/accuracy,val/odd\n{number},0.5,{odd}\n")
         if self.fails:
             raise self.fails
 

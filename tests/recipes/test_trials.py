@@ -28,20 +28,18 @@ def test_what_was_tried_and_taken_and_whether_it_chooses_anything(go, trainings)
             run.stage("final", "matvit", seed, settings={"trainer.max_epochs": 1, **rate})
             run.stage("other", "matvit", seed, settings={"trainer.max_epochs": 2, **rate})
         both = ["model.lr", "model.weight_decay"]
-        tied = run.best(trials("u"), ["val/accuracy", "val/accuracy"], both)
+        tied = run.best(trials("u"), "val/accuracy", both)
         last = run.stage("last", "matvit", settings={"trainer.max_epochs": 3, **tied})
         run.measure("look", 0, look, {"last": last})
+        odd = run.best(trials("t"), "val/odd", ["model.lr"])
+        run.stage("next", "matvit", settings={"trainer.max_epochs": 4, **odd})
 
     rows, text = lines(go(declare=declare))
+    tied = "0.1, 0.05: 0.5; 0.01, 0.05: 0.5; 0.001, 0.05: 0.5"
     assert rows == [
         ["final and 1 more", "lr", "0.1: 1; 0.01: 2; 0.001: 3", "loss", "0.1 †"],
-        [
-            "last",
-            "lr, weight_decay",
-            "0.1, 0.05: 1; 0.01, 0.05: 1; 0.001, 0.05: 1",
-            "val/accuracy + val/accuracy",
-            "0.1, 0.05 ‡",
-        ],
+        ["last", "lr, weight_decay", tied, "val/accuracy", "0.1, 0.05 ‡"],
+        ["next", "lr", "0.1: 1; 0.01: diverged; 0.001: 3", "val/odd", "0.001 †"],
     ]
     assert "† the lowest or highest that was tried" in text and "‡ the best trials are" in text
 
