@@ -120,10 +120,8 @@ def unpack(nodes: Sequence[Node], base: Path, file: Path) -> int:
             prefix = _name(node, base, "")
             for one in names:
                 if one.startswith(prefix) and one != name:
-                    path = node.folder / one.removeprefix(prefix)
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_bytes(archive.read(one))
-            write_record(node.folder, record)
+                    archive.extract(one, base)
+            write_record(node.folder, record)  # last, so that a folder with a record is complete
     if not fitting:
         raise ValueError(
             f"{file} has no part of this run: another experiment or preset made it, or "
