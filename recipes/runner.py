@@ -174,16 +174,21 @@ def executor_of(run: Run) -> Executor:
 
 
 def main(argv: list[str]) -> None:
-    """`python -m recipes report FOLDER`: write an experiment's report again, without training.
-
-    FOLDER is that of a run, such as runs/matformer-matvit/tiny, or one in results/ that has
-    a records.zip.
+    """`python -m recipes report FOLDER`.
 
     Raises:
-        FileNotFoundError: if the folder is neither.
+        FileNotFoundError: if the folder is not that of an experiment's run.
     """
-    parser = argparse.ArgumentParser(prog="python -m recipes report", description=main.__doc__)
-    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes report",
+        description="Write an experiment's report again, without training.",
+    )
+    parser.add_argument(
+        "folder",
+        type=Path,
+        metavar="FOLDER",
+        help="of a run, such as runs/matformer-matvit/tiny, or one in results/ with a records.zip",
+    )
     folder = parser.parse_args(argv).folder
     if (folder / RUN).is_file():
         experiment, run = _run_again((folder / RUN).read_text())
