@@ -35,6 +35,7 @@ from recipes.results import Row, read, tidy
 from recipes.runner import command_line
 from tests.recipes.report_checks import check_reports_of_parts
 
+ROWS = "matlm,joint,per_layer,heads,independent,independent heads,p .17/.20/.22/.41"
 SMALLER = ["--trainer.max_steps=8", "--data.max_bytes=60000", "--data.eval_tokens=1500"]
 
 
@@ -51,8 +52,7 @@ def run(experiment, out, *flags):
 
 @pytest.fixture(scope="module")
 def trained(out):
-    rows = "matlm,joint,per_layer,heads,independent,independent heads,p .17/.20/.22/.41"
-    return run(matlm, out, "--rows", rows)
+    return run(matlm, out, "--rows", ROWS)
 
 
 def values(table, metric):
@@ -226,7 +226,7 @@ def test_a_finished_run_trains_nothing(trained, out, monkeypatch):
         raise AssertionError("a finished stage was trained again")
 
     monkeypatch.setattr("recipes.work.run_stage", fail)
-    again = run(matlm, out, "--rows", "matlm,independent")
+    again = run(matlm, out, "--rows", ROWS)
     assert read_record(again.out / "seed0" / "matlm")
 
 
@@ -379,8 +379,8 @@ def test_nothing_is_judged_beside_models_that_still_learn():
     assert "independent 4.0 − independent 3.0, is not measured" in judge(claim, without_m)[2]
 
 
-def test_widths_give_a_scaling_law(out):
-    folder = run(matlm, out, "--rows", "widths").out
+def test_widths_give_a_scaling_law(tmp_path):
+    folder = run(matlm, tmp_path, "--rows", "widths").out
     sizes = {one for _, one in values(read(folder), "loss") if " d" in one}
     assert {"S d8", "XL d8", "S d16", "XL d24", "XL d32"} <= sizes
     assert "## Scaling law" in (folder / "report.md").read_text()
