@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.nodes import Artifact, Node, Stage, is_measured
-from recipes.records import RECORD, ROWS, write_record
+from recipes.records import RECORD, ROWS, read_record, write_record
 
 FILE = "records.zip"
 LARGEST = 2**20  # bytes of a file that a measurement wrote for others, such as a list of widths
@@ -37,7 +37,7 @@ def pack(nodes: Sequence[Node], base: Path, file: Path, description: Path) -> No
         if description.is_file():
             archive.write(description, description.name)
         for node in filter(is_measured, nodes):
-            record = json.loads((node.folder / RECORD).read_text())
+            record = read_record(node.folder)
             packed, left_out = files_of(node, for_others)
             record["files"] = record.get("files", True) and not left_out
             archive.writestr(_name(node, base, RECORD), json.dumps(record))

@@ -245,8 +245,9 @@ def execute(run: Run, executor: Executor) -> None:
         take_back(node)
     waiting = unfinished(nodes)
     done = set(nodes).difference(waiting)
-    for node in (one for one in nodes if one in done):
-        console.print(f"[dim]{node.title}: finished before, skipped")
+    for node in nodes:
+        if node in done:
+            console.print(f"[dim]{node.title}: finished before, skipped")
     running: dict[Future[Any], Node] = {}
     failed: dict[Node, str] = {}
     write_table(run)
@@ -319,18 +320,15 @@ def adopted(node: Node) -> bool:
     if not isinstance(node, Stage):
         return False
     this = resolved_fingerprint(node)
-    for other in node.run.nodes.values():
-        if isinstance(other, Stage) and other.seed == node.seed and is_finished(other):
-            record = read_record(other.folder)
-            if this in (record["fingerprint"], record.get("resolved")):
-                break
-    else:
-        write_record(node.folder, {**read_record(node.folder), "resolved": this})
+    write_record(node.folder, {**read_record(node.folder), "resolved": this})
+    stages = (one for one in node.run.nodes.values() if isinstance(one, Stage) and is_finished(one))
+    twin = next((one for one in stages if read_record(one.folder).get("resolved") == this), None)
+    if twin is None:
         return False
     shutil.rmtree(node.folder)
-    shutil.copytree(other.folder, node.folder, copy_function=os.link)  # no second copy on disk
-    write_record(node.folder, {**record, "fingerprint": node.fingerprint, "resolved": this})
-    console.print(f"[dim]{node.title}: the training is that of {other.name}, not repeated")
+    shutil.copytree(twin.folder, node.folder, copy_function=os.link)  # no second copy on disk
+    write_record(node.folder, {**read_record(node.folder), "fingerprint": node.fingerprint})
+    console.print(f"[dim]{node.title}: the training is that of {twin.name}, not repeated")
     return True
 
 
