@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,9 +199,7 @@ def main(argv: list[str]) -> None:
         with tempfile.TemporaryDirectory() as scratch:
             experiment, run = _run_again(archive.read(folder / archive.FILE, RUN), "--out", scratch)
             archive.unpack(list(run.nodes.values()), Path(scratch), folder / archive.FILE)
-            write_report(experiment, run, results.read(folder))
-            for file in (*run.out.glob("*.png"), run.out / "report.md"):
-                shutil.copy(file, folder)
+            write_report(experiment, replace(run, out=folder), results.read(folder))
     else:
         raise FileNotFoundError(
             f"{folder} has no {RUN} or {archive.FILE}: expected the folder of an experiment's run"
