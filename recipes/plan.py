@@ -4,9 +4,9 @@
     python -m recipes plan -c recipes/vera/text.yaml --data.train reviews.csv
 
 Counts come from the settings and the data; times and memory from a few training and validation
-steps of the stage, on this machine (recipes/stopwatch.py). If a batch would take long, a smaller
-one is measured, and time and activations are scaled in proportion. `--plan` of an experiment plans
-all its stages in this way (recipes/experiment_plan.py).
+steps of the stage, on this machine (recipes/stopwatch.py). If a batch would take long, two
+smaller ones are measured, and time and activations are scaled. `--plan` of an experiment plans all
+its stages in this way (recipes/experiment_plan.py).
 """
 
 import argparse
@@ -122,7 +122,7 @@ def plan(
     settings = cli.parse(path, preset, overrides)
     size = int(settings.data.init_args.get("batch_size") or 1)
     with tempfile.TemporaryDirectory() as scratch:
-        profile, scale = _profile(path, preset, overrides, folder or Path(scratch), size)
+        profile, step, scale = _profile(path, preset, overrides, folder or Path(scratch), size)
     trainer, devices, extrapolated = settings.trainer, device_count(settings.trainer), scale > 1
     batches = profile.batches
     if extrapolated or devices > 1:
@@ -140,7 +140,7 @@ def plan(
     seconds = {
         "start of Python": start,
         "preparation": profile.setup + sanity_check,
-        "training steps": epochs * batches * profile.step * scale,
+        "training steps": epochs * batches * step,
         "around epochs": epochs * profile.epoch,
         "validation": validated * (evaluations * profile.evaluation + profile.validation),
         "checkpoints": saves(settings.checkpoint, trainer, epochs, updates) * profile.save,
@@ -152,25 +152,33 @@ def plan(
 
 def _profile(
     path: str, preset: str, overrides: Sequence[str], folder: Path, size: int
-) -> tuple[StageProfile, float]:
-    """Profile a stage, with a smaller batch if a step takes long.
+) -> tuple[StageProfile, float, float]:
+    """Profile a stage, with smaller batches if a step takes long.
+
+    Some of a step does not depend on the batch (the optimizer, L_rwp of PELA), some grows with it:
+    two sizes tell them apart.
 
     Returns:
-        The profile, and the batch size of the settings over the measured one.
+        The profile, the seconds of a step of the settings' size, and that size over the measured.
     """
     if size <= 4 * SMALL:
-        return measure(path, preset, overrides, folder), 1.0
-    first = measure(path, preset, overrides, folder, SMALL)
-    if first.step / SMALL * size <= LONG:
-        profile, batch = measure(path, preset, overrides, folder), size
-    elif first.step < LONG / 4:
-        batch = min(size, SMALL * max(1, int(LONG / 4 / first.step)))
-        profile = measure(path, preset, overrides, folder, batch)
+        profile = measure(path, preset, overrides, folder)
+        return profile, profile.step, 1.0
+    small = measure(path, preset, overrides, folder, SMALL)
+    if small.step / SMALL * size <= LONG:
+        profile = measure(path, preset, overrides, folder)
+        profile.setup = max(profile.setup, small.setup)  # only the first one imported libraries
+        return profile, profile.step, 1.0
+    if small.step < LONG / 4:
+        less, more = SMALL, min(size, SMALL * max(4, int(LONG / 4 / small.step)))
+        profile = measure(path, preset, overrides, folder, more)
+        profile.setup = max(profile.setup, small.setup)
+        shorter, longer = small.step, profile.step
     else:
-        return first, size / SMALL
-    # only the first measurement's time includes importing libraries
-    profile.setup = max(profile.setup, first.setup)
-    return profile, size / batch
+        less, more, profile = SMALL // 4, SMALL, small
+        shorter, longer = measure(path, preset, overrides, folder, less).step, small.step
+    fixed = min(max(0.0, (shorter * more - longer * less) / (more - less)), longer)
+    return profile, fixed + (longer - fixed) / more * size, size / more
 
 
 def validations(trainer: Any, epochs: float, updates: int) -> float:

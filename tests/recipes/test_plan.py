@@ -110,8 +110,43 @@ class TestAgainstARun:
         assert made.extrapolated and made.profile.batch == planning.SMALL
         assert made.updates == 7 and made.effective_batch == 64
         assert made.epochs == pytest.approx(7 / (made.profile.examples // 64))
-        assert made.seconds["training steps"] == pytest.approx(7 * 8 * made.profile.step)
+        longest = 7 * 8 * made.profile.step  # if none of a step were independent of the batch
+        assert 0 < made.seconds["training steps"] <= longest + 1e-9
         assert made.memory["activations"] == 8 * made.profile.memory["activations"]
+
+    @pytest.mark.parametrize(
+        ("fixed", "example", "sizes"),
+        [(0.4, 0.02, [8, 32]), (0.05, 0.07, [8, 32]), (1.5, 0.1, [8, 2]), (0.05, 0.05, [8, 64])],
+    )
+    def test_what_does_not_depend_on_the_batch_is_not_scaled(
+        self, monkeypatch, fixed, example, sizes
+    ):
+        """PELA's L_rwp takes as long for 8 examples as for 64."""
+        asked = []
+
+        def measure(path, preset, overrides, folder, batch=64):
+            asked.append(batch)
+            return StageProfile(examples=640, batches=640 // batch, batch=batch,
+                                step=fixed + example * batch,
+                                memory={"activations": batch})  # fmt: skip
+
+        monkeypatch.setattr(planning, "measure", measure)
+        made = plan(MATVIT, "tiny", [*SMALL, "--trainer.max_epochs=1"])
+        assert asked == sizes
+        assert made.seconds["training steps"] == pytest.approx(10 * (fixed + 64 * example))
+        assert made.memory["activations"] == 64 and made.extrapolated == (sizes[-1] != 64)
+
+    def test_a_larger_batch_that_seems_faster_is_noise(self, monkeypatch):
+        """0.9 s for 8 examples and 0.8 s for 32: none of it is scaled."""
+        steps = {8: 0.9, 32: 0.8}
+
+        def measure(path, preset, overrides, folder, batch=64):
+            return StageProfile(examples=640, batches=640 // batch, batch=batch, step=steps[batch],
+                                memory={"activations": batch})  # fmt: skip
+
+        monkeypatch.setattr(planning, "measure", measure)
+        made = plan(MATVIT, "tiny", [*SMALL, "--trainer.max_epochs=1"])
+        assert made.seconds["training steps"] == pytest.approx(10 * 0.8)
 
     def test_only_what_trains_has_gradients_and_moments(self):
         made = plan(str(RECIPES / "vera" / "images.yaml"), "tiny", ["--data.batch_size=8"])
