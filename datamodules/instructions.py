@@ -58,8 +58,8 @@ class InstructionData(PromptedData):
         file: its name, .json or .jsonl.
         source: "folder" reads the file; "generated" writes a small one in the same form with
             `write_instructions` and reads that.
-        val_fraction: share of the examples held out for validation, drawn by `seed`; 0 trains on
-            all of them and has no validation part.
+        val_fraction: share of the examples held out for validation, the same whatever the
+            seed; 0 trains on all of them and has no validation part.
         max_length: see `TokenizedData`.
         batch_size: see `TokenizedData`.
         **kwargs: see `TokenizedData`.
@@ -90,7 +90,7 @@ class InstructionData(PromptedData):
             examples = read_instructions(data_folder(self.root, "alpaca_2k") / self.file)
         if self.val_fraction == 0:
             return examples if part == "train" else []
-        train, val = hold_out(examples, self.val_fraction, self.seed)
+        train, val = hold_out(examples, self.val_fraction, seed=0)
         return train if part == "train" else val
 
     def drawn(self, part: str) -> bool:

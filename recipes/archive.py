@@ -91,43 +91,46 @@ def opened(file: Path) -> zipfile.ZipFile:
         raise ValueError(f"{file}: expected a {FILE} of a run ({error})") from None
 
 
-def unpack(nodes: Sequence[Node], base: Path, file: Path) -> int:
-    """Extract the records of the nodes that have no folder yet and the same settings.
+def finished_in(nodes: Sequence[Node], base: Path, file: Path) -> list[Node]:
+    """The nodes of a run that a file has finished, with the same settings.
 
     Args:
         nodes: of a run.
         base: as for `pack`.
         file: written by `pack`.
 
-    Returns:
-        how many nodes of the run are finished in the file.
-
     Raises:
         ValueError: if the file is no such archive, or has no node of the run.
     """
-    fitting = 0
     with opened(file) as archive:
-        names = archive.namelist()
-        for node in nodes:
-            if (name := _name(node, base, RECORD)) not in names:
-                continue
-            record = json.loads(archive.read(name))
-            if record["fingerprint"] != node.fingerprint:
-                continue
-            fitting += 1
-            if (node.folder / RECORD).exists():
-                continue
-            prefix = _name(node, base, "")
-            for one in names:
-                if one.startswith(prefix) and one != name:
-                    archive.extract(one, base)
-            write_record(node.folder, record)  # last, so that a folder with a record is complete
-    if not fitting:
+        names = {_name(node, base, RECORD): node for node in nodes}
+        found = [
+            names[name]
+            for name in archive.namelist()
+            if name in names
+            and json.loads(archive.read(name))["fingerprint"] == names[name].fingerprint
+        ]
+    if not found:
         raise ValueError(
             f"{file} has no part of this run: another experiment or preset made it, or "
             "other settings, or a version of this code that has others"
         )
-    return fitting
+    return found
+
+
+def unpack(nodes: Sequence[Node], base: Path, file: Path) -> None:
+    """Extract the records of those nodes, all in the file, that have no folder yet."""
+    with opened(file) as archive:
+        names = archive.namelist()
+        for node in nodes:
+            if (node.folder / RECORD).exists():
+                continue
+            prefix, name = _name(node, base, ""), _name(node, base, RECORD)
+            for one in names:
+                if one.startswith(prefix) and one != name:
+                    archive.extract(one, base)
+            # last, so that a folder with a record is complete
+            write_record(node.folder, json.loads(archive.read(name)))
 
 
 def _name(node: Node, base: Path, file: str) -> str:

@@ -198,7 +198,9 @@ def main(argv: list[str]) -> None:
     elif (folder / archive.FILE).is_file():
         with tempfile.TemporaryDirectory() as scratch:
             experiment, run = _run_again(archive.read(folder / archive.FILE, RUN), "--out", scratch)
-            archive.unpack(list(run.nodes.values()), Path(scratch), folder / archive.FILE)
+            nodes, file = list(run.nodes.values()), folder / archive.FILE
+            found = archive.finished_in(nodes, Path(scratch), file)
+            archive.unpack(found, Path(scratch), file)
             write_report(experiment, replace(run, out=folder), results.read(folder))
     else:
         raise FileNotFoundError(
@@ -227,10 +229,11 @@ def copy_files(run: Run) -> None:
 
 def take_records(run: Run) -> None:
     """Unpack the file of --records into the run's folder."""
-    nodes = list(run.nodes.values())
+    nodes, base, file = list(run.nodes.values()), Path(run.options.out), run.options.records
+    found = archive.finished_in(nodes, base, file)  # a file that does not fit leaves no folder
     with locked(run):
-        count = archive.unpack(nodes, Path(run.options.out), run.options.records)
-    console.print(f"{run.options.records} has {count} of the run's {len(nodes)} parts")
+        archive.unpack(found, base, file)
+    console.print(f"{file} has {len(found)} of the run's {len(nodes)} parts")
 
 
 def execute(run: Run, executor: Executor) -> None:

@@ -83,9 +83,9 @@ def declare(run: Run) -> None:
 
 
 def write_training_part(m: Measuring) -> Iterator[Row]:
-    """Write the examples that seed 0 trains on: its trials hold out a share of these.
+    """Write the examples that are trained on: the trials hold out a share of these.
 
-    So they see none of the responses that seed 0 is scored on. Settings: `source`, `root`, `file`
+    So they see none of the responses that any seed is scored on. Settings: `source`, `root`, `file`
     and `val_fraction`, arguments of `InstructionData`.
     """
     if m.settings["source"] == "generated":
@@ -97,7 +97,7 @@ def write_training_part(m: Measuring) -> Iterator[Row]:
         entries = [json.loads(line) for line in text.splitlines() if line.strip()]
     else:
         entries = json.loads(text)
-    training, _ = hold_out(entries, m.settings["val_fraction"], m.seed)
+    training, _ = hold_out(entries, m.settings["val_fraction"], seed=0)
     write_lines(m.folder / "trials" / TRAINING, training)
     yield from ()
 
@@ -236,8 +236,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         provenance(run, table),
         "Loss in nats per token of held-out responses, perplexity its exponential; mean ± standard "
         "deviation over seeds. All methods start from the same model, which the first row has. "
-        "Where learning rates are tried, a held-out part of the first seed's training examples "
-        "chooses them.",
+        "Where learning rates are tried, a held-out part of the training examples chooses them.",
         tabulate(table, {START: "the start", **TITLES}, columns, heading="method").markdown(),
         "The first seed's answers are in seed0/Alpaca_*.answers/judging/: question.jsonl and "
         "model_answer/*.jsonl are files of FastChat's `llm_judge`; answers are decoded greedily.",

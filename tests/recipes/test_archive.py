@@ -137,6 +137,7 @@ def test_records_of_other_settings_or_no_records_are_refused(go, trainings, tmp_
         with pytest.raises(ValueError, match=rf"{name}: expected a records.zip of a run"):
             go("--records", str(tmp_path / name), declare=chosen)
     assert len(trainings.calls) == count
+    assert not list(tmp_path.rglob(".lock"))  # nor a run's empty folder
 
 
 def test_a_shorter_trial_or_another_seed_is_not_adopted(go, trainings):

@@ -11,7 +11,12 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from datamodules import InstructionData
-from datamodules.instructions import fill_template, follow_up, read_questions
+from datamodules.instructions import (
+    fill_template,
+    follow_up,
+    read_questions,
+    write_instructions,
+)
 from lightning_modules import backbones
 from lightning_modules.generation_metrics import score
 from lightning_modules.vera import LanguageTuning
@@ -170,10 +175,13 @@ def test_the_second_turn_follows_the_first(monkeypatch, tmp_path):
 
 
 def test_trials_see_no_response_that_is_scored(tmp_path):
-    command = ["--preset", "small", "--out", str(tmp_path), "--data.source", "generated"]
+    file = write_instructions(tmp_path)
+    data = ["--data.root", str(tmp_path), "--data.file", file.name]
+    command = ["--preset", "small", "--seeds", "2", "--out", str(tmp_path), *data]
     run = command_line(instruct.EXPERIMENT, command)
     instruct.declare(run)
-    nodes = {node.name: node for node in run.nodes.values()}
+    nodes = {node.name: node for node in run.nodes.values() if node.seed == 0}
+    [other_seed] = [node for node in run.nodes.values() if node.title.endswith("seed 1: Alpaca_vera")]
     part = nodes["training part"]
     part.folder.mkdir(parents=True)
     list(part.function(Measuring(0, part.settings, {}, part.folder)))
@@ -186,6 +194,8 @@ def test_trials_see_no_response_that_is_scored(tmp_path):
     scored, trained = set(final.load("val")), set(final.load("train"))
     assert not parts[0] & parts[1] and parts[0] | parts[1] == trained
     assert scored and not scored & trained
+    again = InstructionData(**other_seed.parsed().data.init_args.as_dict())
+    assert set(again.load("val")) == scored
     # flags that name other data reach the part that the trials are cut from
     other = command_line(instruct.EXPERIMENT, ["--preset", "small", "--data.file", "other.json"])
     instruct.declare(other)
