@@ -113,7 +113,7 @@ def ranking(
     axis.set_yticks(range(len(ranked)), [titles[row] + _costs(table, row, costs) for row in ranked])
     axis.set_xlabel(xlabel or metric)
     axis.grid(alpha=0.3)
-    save_plot(figure, path)
+    save_plot(figure, path, _note(table, metric, "dots: seeds; bars"))
 
 
 def _costs(table: pd.DataFrame, row: str, costs: Mapping[str, str]) -> str:
@@ -148,7 +148,7 @@ def curves(
     vertical line at its median over seeds, in the colour of its series.
     """
     lines = select(table, where or {})
-    with _figure(lines, metric, {"": xlabel}, panel, path, ylabel, log) as panels:
+    with _figure(lines, metric, {"": xlabel}, panel, path, ylabel, log, "bands") as panels:
         for axis, _, part in panels:
             for name, title, color in _series(part, metric, series, titles):
                 points = select(part, {series: name, "metric": metric})
@@ -196,7 +196,8 @@ def groups(
         table, path, metric, series, panel, titles, scale, ylabel: see `scatter`. Here a series may
             have several values of a seed in a group.
     """
-    with _figure(table, metric, {"": ""}, panel, path, ylabel, log=False) as panels:
+    spread = "dots: values; bars"
+    with _figure(table, metric, {"": ""}, panel, path, ylabel, False, spread) as panels:
         for axis, _, part in panels:
             drawn = list(_series(part, metric, series, titles))
             for number, (name, title, color) in enumerate(drawn):
@@ -213,10 +214,11 @@ def groups(
             axis.set_xlim(-0.5, len(names) - 0.5)
 
 
-def save_plot(figure: "plt.Figure", path: Path) -> None:
-    """Write a figure as PNG and close it."""
+def save_plot(figure: "plt.Figure", path: Path, note: str = "") -> None:
+    """Write a figure as PNG, with a small note below it, and close it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.tight_layout()
+    figure.text(0.01, 0.01, note, fontsize="x-small", color="gray")
+    figure.tight_layout(rect=(0, 0.04 if note else 0, 1, 1))
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -230,8 +232,12 @@ def _figure(
     path: Path,
     ylabel: str,
     log: bool,
+    spread: str = "bars",
 ) -> Iterator[list[tuple[Any, str, pd.DataFrame]]]:
-    """Yield a figure's panels as (axis, cost metric, lines of the table); then save the figure."""
+    """Yield a figure's panels as (axis, cost metric, lines of the table); then save the figure.
+
+    `spread` is how the figure shows the deviation over seeds, for the note below it.
+    """
     shown = select(lines, {"metric": metric})
     values = list(unique(shown, panel)) if panel and len(shown) else [None]
     figure, axes = plt.subplots(
@@ -264,7 +270,15 @@ def _figure(
         )  # fmt: skip
     else:  # as after a run with --only, whose report is written all the same
         axes[0][-1].text(0.5, 0.5, "not measured", ha="center", transform=axes[0][-1].transAxes)
-    save_plot(figure, path)
+    save_plot(figure, path, _note(lines, metric, spread))
+
+
+def _note(lines: pd.DataFrame, metric: str, spread: str) -> str:
+    """What a plot of a metric shows: of how many seeds, and what its bars or bands are."""
+    seeds = select(lines, {"metric": metric})["seed"].nunique()
+    return (
+        f"means of {seeds} seeds; {spread}: ± one standard deviation" if seeds > 1 else "one seed"
+    )
 
 
 def _series(

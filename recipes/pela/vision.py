@@ -337,16 +337,8 @@ def sweep(table: pd.DataFrame, run: Run) -> list[str]:
     text = []
     for name in (one for one in unique(table, "set") if one.endswith(" sweep")):
         points = select(table, {"set": name})
-        file = f"{file_name(name)}.png"
-        curves(
-            points,
-            run.out / file,
-            "accuracy",
-            titles={row: ROWS[row] for row in ("direct", "both")},
-            scale=100,
-            xlabel="ratio κ: layers keep 1/κ of their parameters",
-            ylabel="accuracy, %",
-        )
+        if points[points["row"] == "both"].empty:  # a run with --only may have the start alone
+            continue
         lines = [
             Column(ROWS[row], "accuracy", {"row": row, "set": name}, scale=100)
             for row in ("direct", "both")
@@ -355,8 +347,19 @@ def sweep(table: pd.DataFrame, run: Run) -> list[str]:
             f"## {name} over ratios (Fig. 4)",
             "Trained for fewer epochs than the tables above.",
             tabulate(points, None, lines, index="x", heading="κ").markdown(),
-            f"![accuracy against ratio]({file})",
         ]
+        if points["x"].nunique() > 1:
+            file = f"{file_name(name)}.png"
+            curves(
+                points,
+                run.out / file,
+                "accuracy",
+                titles={row: ROWS[row] for row in ("direct", "both")},
+                scale=100,
+                xlabel="ratio κ: layers keep 1/κ of their parameters",
+                ylabel="accuracy, %",
+            )
+            text.append(f"![accuracy against ratio]({file})")
     return text
 
 

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -161,8 +162,19 @@ def test_report(folder):
     assert "A smoke test" in text and "| + both (PELA) |" in text
     run = command_line(vision.EXPERIMENT, ["--out", str(folder.parents[1]), *COMMAND])
     check_reports_of_parts(vision.EXPERIMENT, run)
-    for picture in ("deit_b_k2", "deit_b_sweep", "deit_b_similarity"):
+    for picture in ("deit_b_k2", "deit_b_similarity"):
         assert f"({picture}.png)" in text and (folder / f"{picture}.png").is_file()
+
+
+def test_the_sweep_is_drawn_from_two_ratios_on_and_left_out_without_repair(folder, table, tmp_path):
+    run = replace(command_line(vision.EXPERIMENT, COMMAND), out=tmp_path)
+    one = vision.sweep(table, run)
+    assert "| 4 |" in one[2] and not list(tmp_path.iterdir())
+    points = results.select(table, {"set": "deit_b sweep"})
+    two = vision.sweep(pd.concat([points, points.assign(x=6.0)]), run)
+    assert two[-1] == "![accuracy against ratio](deit_b_sweep.png)"
+    assert (tmp_path / "deit_b_sweep.png").is_file()
+    assert not vision.sweep(points[points["row"] == "direct"], run)
 
 
 def test_what_comes_out_is_a_timm_model(folder):

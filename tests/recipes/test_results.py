@@ -250,7 +250,9 @@ class TestPlots:
 
     def test_what_is_drawn(self, tmp_path, monkeypatch):
         drawn = []
-        monkeypatch.setattr("recipes.plots.save_plot", lambda figure, path: drawn.append(figure))
+        monkeypatch.setattr(
+            "recipes.plots.save_plot", lambda figure, path, note: drawn.append(figure)
+        )
         rows = {0: {1: 2.0, 2: 4.0}, 1: {1: 4.0, 2: 4.0}}
         table = pd.concat(
             [
@@ -271,9 +273,30 @@ class TestPlots:
         band = axis.collections[0].get_paths()[0].vertices[:, 1]
         assert (band.min(), band.max()) == pytest.approx((30 - 200**0.5, 30 + 200**0.5))
 
+    def test_a_note_says_how_many_seeds_and_what_the_bars_are(self, tmp_path, monkeypatch):
+        notes = []
+        monkeypatch.setattr(
+            "recipes.plots.save_plot", lambda figure, path, note: notes.append(note)
+        )
+        rows = [Row("a", "score", 1.0), Row("a", "tuned", 1.0), Row("a", "loss", 1.0, x=1)]
+        once = tidy(rows, "e", "p", 0)
+        twice = pd.concat([once, tidy(rows, "e", "p", 1), tidy([Row("b", "f1", 1)], "e", "p", 2)])
+        for table in (once, twice):
+            scatter(table, tmp_path / "a.png", "score", {"tuned": "tuned"})
+            curves(table, tmp_path / "a.png", "loss")
+            ranking(table, tmp_path / "a.png", "score", {"a": "A"}, costs={})
+        assert notes[:3] == ["one seed"] * 3
+        assert notes[3:] == [
+            "means of 2 seeds; bars: ± one standard deviation",
+            "means of 2 seeds; bands: ± one standard deviation",
+            "means of 2 seeds; dots: seeds; bars: ± one standard deviation",
+        ]
+
     def test_groups_have_their_series_side_by_side(self, tmp_path, monkeypatch):
         drawn = []
-        monkeypatch.setattr("recipes.plots.save_plot", lambda figure, path: drawn.append(figure))
+        monkeypatch.setattr(
+            "recipes.plots.save_plot", lambda figure, path, note: drawn.append(figure)
+        )
         rows = [
             Row("a", "score", 1.0, "one", x=0), Row("a", "score", 5.0, "one", x=1),
             Row("b", "score", 2.0, "one", x=1), Row("a", "score", 4.0, "two", x=0),
@@ -296,7 +319,9 @@ class TestPlots:
 
     def test_a_mark_is_a_vertical_line_in_the_colour_of_its_series(self, tmp_path, monkeypatch):
         drawn = []
-        monkeypatch.setattr("recipes.plots.save_plot", lambda figure, path: drawn.append(figure))
+        monkeypatch.setattr(
+            "recipes.plots.save_plot", lambda figure, path, note: drawn.append(figure)
+        )
         rows = [Row("a", "loss", x, x=x) for x in (1, 2, 4)]
         tables = [
             tidy([*rows, Row("a", "knee", knee)], "e", "p", seed)
@@ -310,14 +335,18 @@ class TestPlots:
 
     def test_twelve_series_have_twelve_colours(self, tmp_path, monkeypatch):
         drawn = []
-        monkeypatch.setattr("recipes.plots.save_plot", lambda figure, path: drawn.append(figure))
+        monkeypatch.setattr(
+            "recipes.plots.save_plot", lambda figure, path, note: drawn.append(figure)
+        )
         rows = [Row(f"row {n}", "loss", n, x=x) for n in range(12) for x in (1, 2)]
         curves(tidy(rows, "e", "p", 0), tmp_path / "a.png", "loss")
         assert len({str(line.get_color()) for line in drawn[0].axes[0].lines}) == 12
 
     def test_a_ranking_has_the_best_on_top_with_its_costs(self, tmp_path, monkeypatch):
         drawn = []
-        monkeypatch.setattr("recipes.plots.save_plot", lambda figure, path: drawn.append(figure))
+        monkeypatch.setattr(
+            "recipes.plots.save_plot", lambda figure, path, note: drawn.append(figure)
+        )
         costs = {"tuned": "tuned parameters"}
         for titles in ({"head": "head only", "lora": "LoRA", "vera": "VeRA"}, {"absent": "none"}):
             table = pd.concat(
@@ -343,7 +372,9 @@ class TestPlots:
 
     def test_a_metric_that_is_not_there_is_said_to_be_missing(self, tmp_path, monkeypatch):
         drawn = []
-        monkeypatch.setattr("recipes.plots.save_plot", lambda figure, path: drawn.append(figure))
+        monkeypatch.setattr(
+            "recipes.plots.save_plot", lambda figure, path, note: drawn.append(figure)
+        )
         curves(example(), tmp_path / "a.png", "f1")
         scatter(example(), tmp_path / "a.png", "score", {"tuned": "tuned"})
         texts = [[text.get_text() for text in figure.axes[0].texts] for figure in drawn]

@@ -181,7 +181,9 @@ def test_trials_see_no_response_that_is_scored(tmp_path):
     run = command_line(instruct.EXPERIMENT, command)
     instruct.declare(run)
     nodes = {node.name: node for node in run.nodes.values() if node.seed == 0}
-    [other_seed] = [node for node in run.nodes.values() if node.title.endswith("seed 1: Alpaca_vera")]
+    [other_seed] = [
+        node for node in run.nodes.values() if node.title.endswith("seed 1: Alpaca_vera")
+    ]
     part = nodes["training part"]
     part.folder.mkdir(parents=True)
     list(part.function(Measuring(0, part.settings, {}, part.folder)))
