@@ -35,6 +35,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from callbacks.seeding import SeedEveryStep
 from lightning_modules.weights import read_checkpoint
 from recipes.agreement import RANDOM, agree, other_normalisation, weights_of
+from recipes.attention import plain_attention
 from recipes.messages import refused, shortened
 
 PAPER = "paper"  # the preset without overrides: the top of the file
@@ -175,6 +176,11 @@ class RecipeCLI(LightningCLI):
             trainer.callbacks.append(copy)
         trainer.callbacks.append(SaveEnd())
         return trainer
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run the verb with the quickest attention."""
+        with plain_attention(self.trainer, self.datamodule):
+            super()._run_subcommand(subcommand)
 
     def _parse_ckpt_path(self) -> None:
         """Keep the YAML's settings on resume.

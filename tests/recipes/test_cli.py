@@ -17,7 +17,7 @@ PLAIN = ["-c", str(MATFORMER.parent / "vera" / "text.yaml")]
 MODEL = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
 
 
-def run(subcommand, folder, *overrides):
+def run(subcommand, folder, *overrides, callbacks=()):
     return main(
         [
             *(subcommand, *STAGE, "--preset", "tiny"),
@@ -31,7 +31,8 @@ def run(subcommand, folder, *overrides):
             f"--trainer.default_root_dir={folder}",
             f"--checkpoint.dirpath={folder}",
             *overrides,
-        ]
+        ],
+        callbacks,
     )
 
 
