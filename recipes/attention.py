@@ -9,17 +9,16 @@ import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-SHORT = 512  # tokens; from here on the fused kernel is as fast, and it does not keep N² weights
+SHORT = 512  # tokens
 
 
 @contextmanager
 def plain_attention(trainer: L.Trainer, data: Any) -> Iterator[None]:
     """Compute attention by matrix products and softmax where torch's fused kernel is slower.
 
-    That is on a CPU in bf16-mixed for short sequences: the products take a third of the fused
-    kernel's time at 26 tokens and as long at 1,024 (forward and backward of one thread, torch 2.13,
-    AMD EPYC), so that a training step of a ViT-S at 26 tokens takes 5/6 of its time. The results
-    agree within bfloat16's rounding.
+    That is on a CPU in bf16-mixed, the more so the shorter the sequence (results/attention.md). The
+    results agree within bfloat16's rounding. Of long sequences, the fused kernel saves memory: it
+    does not keep the attention's N² weights.
 
     Args:
         trainer: its accelerator and precision decide.
