@@ -15,6 +15,7 @@ from torchmetrics.classification import (
 )
 
 from lightning_modules.backbones import build_text, build_vision, shard
+from lightning_modules.by_length import run_by_length
 from lightning_modules.optim import (
     build_optimizer,
     parameter_groups,
@@ -115,6 +116,7 @@ class Finetuning(L.LightningModule):
         else:
             args = {**args, "num_labels": h.num_classes}
             model = build_text(h.architecture, "classification", args, pretrained)
+            run_by_length(model.base_model)
         if self.init_from is not None and h.modality == "images":
             load_encoder(model, self.init_from)
         elif self.init_from is not None:

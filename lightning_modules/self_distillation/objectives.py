@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, ViTMAEConfig, ViTMAEForPreTraining
 
 from lightning_modules.backbones import build_text, build_vision, name_in_errors
+from lightning_modules.by_length import run_by_length
 from lightning_modules.self_distillation.distillation import (
     Reduction,
     prediction_matching,
@@ -171,6 +172,7 @@ class MaskedText:
         else:
             model = build_text(architecture, "masked", model_args)
         model.encode = MethodType(final_hidden_states, model)
+        run_by_length(model.base_model)
         return model
 
     def load(self, model: Any, source: str, new_decoder: bool) -> None:
