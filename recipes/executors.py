@@ -58,6 +58,27 @@ class Executor(Protocol):
         """End all tasks at once."""
 
 
+@contextlib.contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """Within the context SIGTERM raises SIGTERMException instead of ending the process at once.
+
+    So tasks in other processes are ended, and records.zip is written. Without effect outside the
+    main thread, where no handler can be set.
+    """
+
+    def end(*_: Any) -> None:
+        raise SIGTERMException
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 class InProcess:
     """One task after the other, in this process."""
 

@@ -32,6 +32,7 @@ from recipes.executors import (
     LocalPool,
     Task,
     TaskFailed,
+    sigterm_raises,
     visible_gpus,
 )
 from recipes.experiment import Experiment, Run, folder_name
@@ -75,8 +76,12 @@ def run_experiment(experiment: Experiment, argv: list[str] | None = None) -> Run
         return run
     with locked(run):
         copy_files(run)
+        executor = executor_of(run)
+        # in this process a training has its own handler, which ends it between two steps
+        alone = isinstance(executor, InProcess)
         try:
-            execute(run, executor_of(run))
+            with contextlib.nullcontext() if alone else sigterm_raises():
+                execute(run, executor)
         finally:
             nodes, extra = list(run.nodes.values()), run.out / RUN
             archive.pack(nodes, Path(run.options.out), run.out / archive.FILE, extra)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,8 +15,9 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from recipes import experiment_plan, work
+from recipes import experiment_plan, runner, work
 from recipes.cli import parse
+from recipes.executors import InProcess
 from recipes.experiment import Experiment
 from recipes.messages import ExperimentFailed
 from recipes.records import read_history, read_record, write_record
@@ -100,6 +102,39 @@ def test_sigterm_ends_the_experiment_and_starts_nothing_else(go, trainings):
     with pytest.raises(SIGTERMException):
         go()
     assert trainings.names == ["a"]
+
+
+def test_sigterm_to_a_pool_of_processes_leaves_the_records(go, trainings, monkeypatch, tmp_path):
+    class Pool:
+        """Stands for LocalPool: SIGTERM comes while the second task runs."""
+
+        jobs, stopped = 2, False
+
+        def submit(self, task, on_progress):
+            if trainings.calls:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(10)
+            return InProcess().submit(task, on_progress)
+
+        def stop(self):
+            self.stopped = True
+
+    def not_caught(*_):
+        raise AssertionError("SIGTERM would have ended the process")
+
+    pool = Pool()
+    monkeypatch.setattr(runner, "executor_of", lambda run: pool)
+    before = signal.signal(signal.SIGTERM, not_caught)
+    try:
+        with pytest.raises(SIGTERMException):
+            go("--only", "a,c")
+        assert signal.getsignal(signal.SIGTERM) is not_caught
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert trainings.names == ["a"] and pool.stopped
+    [records] = tmp_path.rglob("records.zip")
+    with zipfile.ZipFile(records) as archive:
+        assert any(name.endswith("a/node.json") for name in archive.namelist())
 
 
 def test_a_killed_stage_that_kept_its_weights_only_starts_again(go, trainings):
