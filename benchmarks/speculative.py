@@ -226,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> list[list[str]]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     add = parser.add_argument
     add("model", nargs="?", help="a checkpoint of MatLM; without it a random decoder (--quick)")
-    add("--draft", nargs="+", default=["S"], help="granularities that draft (default: S)")
+    add("--draft", nargs="*", default=["S"], help="granularities that draft (default: S)")
     add("--draft-tokens", nargs="+", type=int, default=[1, 2, 3], help="k (default: 1 2 3)")
     add("--vocabulary", nargs="*", type=int, default=[], help="sizes of drafts' vocabularies")
     add("--layers", nargs="*", type=int, default=[], help="numbers of first layers that draft")
