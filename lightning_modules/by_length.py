@@ -31,19 +31,17 @@ def _forward(
 ) -> Any:
     """The encoder's output for ids (B, L), from parts of TEXTS texts."""
     whole = type(self).forward
-    given = {name: value for name, value in others.items() if value is not None}
-    tensors = [value for value in given.values() if isinstance(value, Tensor)]
+    tensors = {name: value for name, value in others.items() if isinstance(value, Tensor)}
     if (
         input_ids is None
         or attention_mask is None
         or input_ids.device.type != "cpu"
-        or any(value.shape != input_ids.shape for value in [attention_mask, *tensors])
-        or any(given.get(f"output_{name}") for name in ("hidden_states", "attentions"))
+        or any(value.shape != input_ids.shape for value in [attention_mask, *tensors.values()])
+        or any(others.get(f"output_{name}") for name in ("hidden_states", "attentions"))
     ):
         return whole(self, input_ids=input_ids, attention_mask=attention_mask, **others)
-    batch = {"input_ids": input_ids, "attention_mask": attention_mask}
-    batch |= {name: value for name, value in given.items() if isinstance(value, Tensor)}
-    settings = {name: value for name, value in others.items() if name not in batch}
+    batch = {"input_ids": input_ids, "attention_mask": attention_mask, **tensors}
+    settings = {name: value for name, value in others.items() if name not in tensors}
     size = input_ids.shape[1]
     # up to the last word, on whichever side the padding stands
     lengths = (attention_mask.bool() * torch.arange(1, size + 1)).amax(1).clamp(min=1)

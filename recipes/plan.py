@@ -166,19 +166,18 @@ def _profile(
         return profile, profile.step, 1.0
     small = measure(path, preset, overrides, folder, SMALL)
     if small.step / SMALL * size <= LONG:
-        profile = measure(path, preset, overrides, folder)
-        profile.setup = max(profile.setup, small.setup)  # only the first one imported libraries
-        return profile, profile.step, 1.0
-    if small.step < LONG / 4:
-        less, more = SMALL, min(size, SMALL * max(4, int(LONG / 4 / small.step)))
-        profile = measure(path, preset, overrides, folder, more)
-        profile.setup = max(profile.setup, small.setup)
-        shorter, longer = small.step, profile.step
+        other = size
+    elif small.step < LONG / 4:
+        other = min(size, SMALL * max(4, int(LONG / 4 / small.step)))
     else:
-        less, more, profile = SMALL // 4, SMALL, small
-        shorter, longer = measure(path, preset, overrides, folder, less).step, small.step
-    fixed = min(max(0.0, (shorter * more - longer * less) / (more - less)), longer)
-    return profile, fixed + (longer - fixed) / more * size, size / more
+        other = SMALL // 4
+    given = () if other == size else (other,)
+    second = measure(path, preset, overrides, folder, *given)
+    (less, quick), (more, profile) = sorted({SMALL: small, other: second}.items())
+    profile.setup = max(profile.setup, small.setup)  # only the first one imported libraries
+    fixed = (quick.step * more - profile.step * less) / (more - less)
+    fixed = min(max(0.0, fixed), profile.step)
+    return profile, fixed + (profile.step - fixed) / more * size, size / more
 
 
 def validations(trainer: Any, epochs: float, updates: int) -> float:
