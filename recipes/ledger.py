@@ -153,7 +153,7 @@ def overview(verdicts: Sequence[Verdict]) -> str:
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
-    """Tables for README.md: judged claims, and the number of verdicts of each kind."""
+    """Tables for README.md: judged claims without their long commands, and counts of verdicts."""
     rows = []
     for experiment in dict.fromkeys(one.experiment for one in verdicts):
         part = [one for one in verdicts if one.experiment == experiment]
@@ -161,23 +161,24 @@ def summary(verdicts: Sequence[Verdict]) -> str:
         rows.append([part[0].claim.paper, f"`recipes.{experiment}`", *counts])
     judged = [one for one in verdicts if one.word != NOT_JUDGED]
     return "\n\n".join(
-        ([_judged(judged)] if judged else [])
+        ([_judged(judged, commands=False)] if judged else [])
         + [_markdown(["paper", "experiment", *(f"claims {word}" for word in WORDS)], rows)]
     )
 
 
-def _judged(verdicts: Sequence[Verdict]) -> str:
+def _judged(verdicts: Sequence[Verdict], commands: bool = True) -> str:
+    header = ["claim", "paper", "ours, with 95 % interval", "verdict"]
     rows = [
         [
             _sentence(one.claim),
             one.claim.number,
             one.measured,
             f"**{one.word}**" + (f": {one.reason}" if one.reason else ""),
-            one.command,
+            *([one.command] if commands else []),
         ]
         for one in verdicts
     ]
-    return _markdown(["claim", "paper", "ours, with 95 % interval", "verdict", "command"], rows)
+    return _markdown([*header, *(["command"] if commands else [])], rows)
 
 
 def _sentence(claim: Claim) -> str:
