@@ -269,7 +269,7 @@ class CorpusData(PartsData):
         """The token file that `train`, `val` or `test` names, if it names one.
 
         Raises:
-            ValueError: if it names more than that.
+            ValueError: if it names more than that, or there is a limit on the bytes of texts.
         """
         named = self.parts[part]
         if self.source != "files" or named is None:
@@ -281,6 +281,11 @@ class CorpusData(PartsData):
             raise ValueError(
                 f"--data.{part} names the token file {folder} among {len(names)} sources: give it "
                 "alone, or the texts of all of them."
+            )
+        if folder is not None and self.max_bytes is not None:
+            raise ValueError(
+                f"--data.{part} names the token file {folder}, of which max_bytes "
+                f"{self.max_bytes} has no meaning: write a token file of less text, or drop the limit."
             )
         return folder
 
@@ -372,6 +377,7 @@ def read_file(path: Path, column: str) -> Iterator[str]:
                         text = json.loads(line)[column]
                         if not isinstance(text, str):
                             raise TypeError(f"{text!r} is no text")
+                        text.encode()  # JSON can say half of a surrogate pair, UTF-8 cannot
                         yield text
             elif path.suffix in (".csv", ".tsv"):
                 tsv: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
@@ -388,6 +394,10 @@ def read_file(path: Path, column: str) -> Iterator[str]:
                 yield from _pieces(lines)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8.") from error
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{place}: its {column!r} has half of a surrogate pair ({error}): repair the line."
+        ) from error
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(
             f"{place}: there is no text {column!r} in it ({error!r}): name the text's column in "

@@ -97,7 +97,8 @@ class FeedForward(Layer):
         key = self.layout.config
         if key is None or not key.endswith("ratio"):
             return None if key is None else {key: units}
-        return {key: units / width(self.module.get_submodule(self.layout.reducing), 0)}
+        ratio = units / width(self.module.get_submodule(self.layout.reducing), 0)
+        return {key: int(ratio)} if ratio.is_integer() else None  # Dinov2Config takes no fraction
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lightning_modules import apet, pela, vera
-from lightning_modules.matformer import extract, granularity, nest
+from lightning_modules.matformer import extract, granularity, importance, nest, reorder
 from lightning_modules.matformer.nested_layers import Nested
 
 README = Path(__file__).parents[1] / "README.md"
@@ -260,6 +260,27 @@ def test_lora_on_one_block_is_refused_by_name():
     with pytest.raises(ValueError, match=r"blocks.1.mlp.fc1 is a peft\..*Linear, and only"):
         nest(adapted)
     assert picture(adapted) == before
+
+
+def lora(model: nn.Module, _: str) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["mlp.fc1", "mlp.c_fc", "up_proj"]
+    return get_peft_model(model, LoraConfig(r=2, target_modules=targets)).base_model.model
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("adapt", [METHODS["add_vera, feed-forward"], METHODS["insert"], lora])
+def test_sorting_an_adapted_model_is_refused(kind, adapt):
+    """Before, it moved the weights and not the adaptation's vectors, so that outputs changed."""
+    model = build(kind)
+    scores = importance(model, [batch(kind)])
+    model = adapt(model, kind)
+    start, before = output(model.eval(), kind).detach(), picture(model)
+    with pytest.raises(ValueError, match="sort and nest the model before it is adapted"):
+        reorder(model, scores)
+    assert picture(model) == before
+    torch.testing.assert_close(output(model, kind), start, rtol=0, atol=0)
 
 
 def test_only_the_layers_that_a_method_takes_stand_in_its_way():

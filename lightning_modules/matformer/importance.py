@@ -27,6 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from lightning_modules.backbones import call
 from lightning_modules.layouts import Cut, Layer, attentions, feed_forwards
 from lightning_modules.matformer.nest import NestedLayer, granularity
+from lightning_modules.matformer.nested_layers import Nested, refuse_unknown
 from lightning_modules.modes import evaluating
 
 Scores = dict[str, dict[str, Tensor]]
@@ -125,7 +126,8 @@ def reorder(model: nn.Module, scores: Scores) -> nn.Module:
         The same model.
 
     Raises:
-        ValueError: before anything is changed, if the scores do not fit the model's layers.
+        ValueError: before anything is changed, if the scores do not fit the model's layers, or a
+            layer is not of a class that can be nested, such as one with an adapter.
     """
     moves: list[tuple[Layer, Tensor]] = []
     for axis, axis_layers in _layers(model, tuple(scores)).items():
@@ -136,6 +138,10 @@ def reorder(model: nn.Module, scores: Scores) -> nn.Module:
                     f"the scores of {layer.name} are {None if values is None else values.shape}: "
                     f"expected one for each of its {layer.units} units"
                 )
+            for cut in layer.cuts:
+                child = layer.module.get_submodule(cut.path)
+                if not isinstance(child, Nested):
+                    refuse_unknown(f"{layer.name}.{cut.path}", child)
             moves.append((layer, values.argsort(descending=True, stable=True)))
     for layer, order in moves:
         for cut in layer.cuts:

@@ -182,6 +182,9 @@ def _update_depth(config: Any, blocks: int, kept: Sequence[int]) -> None:
         if isinstance(value, list) and len(value) == blocks:
             setattr(config, name, [value[index] for index in kept])
     config.num_hidden_layers = len(kept)
+    if names := getattr(config, "stage_names", None):  # DINOv2's: the stem, then one for each block
+        config.stage_names = names[: len(kept) + 1]
+        config.out_features = config.stage_names[-1:]  # else it names a stage that is gone
 
 
 def _check_axes(axes: Mapping[str, tuple[float, ...]]) -> None:

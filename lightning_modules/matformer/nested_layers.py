@@ -153,16 +153,19 @@ NESTED: dict[type, type[Nested]] = {
 
 
 def refuse_unknown(name: str, layer: nn.Module) -> None:
-    """Refuse a layer that cannot be sliced, before anything is changed.
+    """Refuse a layer that cannot be sliced or sorted, before anything is changed.
 
     Raises:
         ValueError: unless its exact type is one of NESTED.
     """
     if type(layer) not in NESTED:
         known = ", ".join(kind.__name__ for kind in (nn.Linear, Conv1D, nn.LayerNorm))
+        # an adaptation may keep the name of the class that it derives from
+        kind = next((c for c in type(layer).__mro__[1:] if c in NESTED), None)
+        adapted = f" (an adapted {kind.__name__})" if kind else ""
         raise ValueError(
-            f"{name} is a {class_path(type(layer))}, and only {known} can be nested: nest the "
-            "model before it is adapted, or merge the adaptation first"
+            f"{name} is a {class_path(type(layer))}{adapted}, and only plain {known} can be sorted "
+            "or nested: sort and nest the model before it is adapted, or merge the adaptation first"
         )
 
 

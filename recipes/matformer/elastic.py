@@ -27,7 +27,7 @@ from lightning_modules.backbones import build_text
 from lightning_modules.counting import count_parameters
 from lightning_modules.matformer import extract, importance, nest, reorder
 from lightning_modules.matformer.export import save
-from lightning_modules.matformer.nest import nesting_of
+from lightning_modules.matformer.nest import Nesting, nesting_of
 from lightning_modules.matformer.speculative import speculative_generate
 from recipes import plots
 from recipes.claims import Claim, Comparison
@@ -66,7 +66,7 @@ UNTRAINED = {
 EXPORTED = "elastic"  # the row whose uniform sizes, and one Mix'n'Match size, are saved
 BETWEEN = 1  # Mix'n'Match sizes between neighbouring granularities
 
-HALF = {"set": "L"}  # half of the feed-forward neurons
+HALF = {"set": "half"}  # of the feed-forward neurons, whichever granularity that is
 FULL = {"set": "XL"}
 LEARNT = Comparison("loss", {"row": "untouched", **FULL}, {"row": "dense", **FULL}, digits=3)
 
@@ -231,6 +231,17 @@ def measure_sizes(m: Measuring) -> Iterator[Row]:
             save(model, mix, m.folder / label, tokenizer=data.tokenizer)
     (m.folder / "slices.json").write_text(json.dumps(slices, indent=1) + "\n")
     yield from rows_of(row, scores, costs)
+    if (name := half_of(nesting)) is not None:
+        yield Row(row, "loss", scores[name]["loss"], HALF["set"])
+
+
+def half_of(nesting: Nesting) -> str | None:
+    """The granularity with half of the feed-forward neurons and all else; None if none has."""
+    for place, name in enumerate(nesting.names):
+        shares = {axis: fractions[place] for axis, fractions in nesting.axes.items()}
+        if {axis: share for axis, share in shares.items() if share < 1} == {"ffn": 0.5}:
+            return name
+    return None
 
 
 def tokens_a_second(model: Any, data: Any, count: int) -> float | None:

@@ -22,6 +22,7 @@ from lightning_modules.matformer.nest import GRANULARITIES
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.matformer import matvit
+from recipes.matformer.convergence import measure_training
 from recipes.matformer.matvit_measures import measure_alone, measure_chance, measure_nested
 from recipes.matformer.starts import sort
 from recipes.matformer.submodels import load
@@ -66,6 +67,9 @@ def declare(run: Run) -> None:
                 start = plain
                 if pretraining == "sorted":
                     start = {"XL": run.measure("sorted", seed, write_sorted, {**plain}) / SORTED}
+            if pretraining == "vit":
+                run.measure("training of pretrain", seed, measure_training, {"XL": start["XL"]},
+                            {**matvit.MONITORED, "row": "pretrain"})  # fmt: skip
             if finetuning == "matvit":
                 weights = {"model.init_from": start["XL"]}
                 models = {"model": run.stage(f"finetune_{row}", "finetune", seed, varied=weights)}
@@ -74,6 +78,8 @@ def declare(run: Run) -> None:
             only = "" if len(start) > 1 else "XL"
             models = matvit.independents(run, "finetune", seed, f"finetune_{row}", start, only)
             run.measure(f"score {row}", seed, measure_alone, models, {"row": row})
+            run.measure(f"training of {row}", seed, measure_training, models,
+                        {**matvit.MONITORED, "row": row})  # fmt: skip
         run.measure("chance", seed, measure_chance, models)
 
 
@@ -119,6 +125,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
 
 
 SIZE_MATTERS = matvit.size_matters("vit_vit")
+LEARNT = [matvit.learnt("XL", row) for row in ("pretrain", "vit_vit")]
 CLAIMS = [
     Claim(
         name="nested pre-training keeps XL",
@@ -130,7 +137,7 @@ CLAIMS = [
         test=Comparison(
             "accuracy", "matvit_vit", "vit_vit", where={"set": "XL"}, threshold=-0.005, scale=100
         ),
-        gate=SIZE_MATTERS,
+        gate=[SIZE_MATTERS, *LEARNT],
     ),
     Claim(
         name="nested pre-training helps small sizes",
@@ -140,7 +147,7 @@ CLAIMS = [
         where="Table 7",
         number="84.41 against 82.10 %",
         test=Comparison("accuracy", "matvit_matvit", "vit_matvit", where={"set": "S"}, scale=100),
-        gate=SIZE_MATTERS,
+        gate=[SIZE_MATTERS, LEARNT[0]],
     ),
 ]
 EXPERIMENT = Experiment(

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
-import numpy as np
 import torch
 
 from lightning_modules.matformer import arrange, mix_and_match
@@ -14,7 +13,7 @@ from lightning_modules.matformer.speculative import SpeculationRecord, speculati
 from recipes.experiment import Measuring
 from recipes.matformer.convergence import INDEPENDENT
 from recipes.matformer.language import load, plain, rows_of, score, sizes, submodels
-from recipes.matformer.submodels import halves, ladder
+from recipes.matformer.submodels import above_line, halves, ladder
 from recipes.nodes import device
 from recipes.plan import device_count
 from recipes.results import Row
@@ -39,24 +38,13 @@ def measure_sizes(m: Measuring) -> Iterator[Row]:
     }
     row = m.settings["row"]
     yield from rows_of(row, *(_named(part, suffix) for part in (scores, costs)))
-    mixed = [label for label in scores if "*" in label]
-    if gaps := [_below_line(scores, costs, label, nesting.names) for label in mixed]:
-        yield Row(row, "below the line", sum(gaps) / len(gaps))
+    losses = {label: (costs[label]["non_embedding"], scores[label]["loss"]) for label in scores}
+    if (above := above_line(losses, nesting.names)) is not None:
+        yield Row(row, "below the line", -above)
     if row == "matlm" and not suffix:
         weights = [costs[name]["non_embedding"] for name in nesting.names]
         yield Row(row, "cost of all sizes", sum(weights) / max(weights))
         yield Row("paper", "cost of all sizes", TRAINING_COST)
-
-
-def _below_line(
-    scores: dict[str, Any], costs: dict[str, Any], label: str, uniform: Sequence[str]
-) -> float:
-    """How far a size's loss lies below the line through the trained sizes around it, in nats."""
-    parameters, losses = zip(
-        *((costs[name]["non_embedding"], scores[name]["loss"]) for name in uniform), strict=True
-    )
-    on_line = float(np.interp(costs[label]["non_embedding"], parameters, losses))
-    return on_line - scores[label]["loss"]
 
 
 def measure_independent(m: Measuring) -> Iterator[Row]:

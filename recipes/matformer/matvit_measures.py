@@ -8,7 +8,7 @@ from lightning_modules.matformer.mix_and_match import Order
 from lightning_modules.matformer.nest import nesting_of
 from lightning_modules.matformer.search import evolve, fit_predictor, sample_configurations
 from recipes.experiment import Measuring
-from recipes.matformer.submodels import halves, ladder, load, rows_of, score, submodel
+from recipes.matformer.submodels import above_line, halves, ladder, load, rows_of, score, submodel
 from recipes.results import Row
 
 BETWEEN = 3  # Mix'n'Match sizes between neighbouring granularities
@@ -22,7 +22,11 @@ def measure_nested(m: Measuring) -> Iterator[Row]:
     between = m.settings.get("between", BETWEEN)
     sizes = [submodel(model, data.image_size, mix) for mix in ladder(model, between)]
     row = m.settings["row"]
-    yield from rows_of(row, score(sizes, data.val_dataloader(), sizes[-1], row))
+    scores = score(sizes, data.val_dataloader(), sizes[-1], row)
+    yield from rows_of(row, scores)
+    accuracies = {label: (one["parameters"], one["accuracy"]) for label, one in scores.items()}
+    if (above := above_line(accuracies, nesting_of(model).names)) is not None:
+        yield Row(row, "above the line", above)
 
 
 def measure_alone(m: Measuring) -> Iterator[Row]:

@@ -35,7 +35,9 @@ def nested_settings(run: Run, config: str) -> Namespace:
     return settings
 
 
-def starts(run: Run, seed: int, part: str = "ffn") -> dict[str, Artifact]:
+def starts(
+    run: Run, seed: int, part: str = "ffn", fractions: Any = None
+) -> dict[str, Artifact]:
     """The files from which models of each size start; empty where training is from scratch.
 
     If matvit.yaml names pre-trained weights (model.init_from), XL starts from these, sorted by
@@ -45,11 +47,14 @@ def starts(run: Run, seed: int, part: str = "ffn") -> dict[str, Artifact]:
         run: in which the sorting is declared.
         seed: of the run, which draws the images that importance is measured on.
         part: what is nested, and sorted: "ffn" or "heads".
+        fractions: of the sizes, where they are not matvit.yaml's.
     """
     settings = nested_settings(run, "matvit")
     if settings.model.init_args.init_from is None:
         return {}
-    given = {"model": settings.model.init_args.as_dict(), "data": settings.data.as_dict()}
+    model = settings.model.init_args.as_dict()
+    model["fractions"] = fractions or model["fractions"]
+    given = {"model": model, "data": settings.data.as_dict()}
     node = run.measure(f"sorted {part}", seed, write_slices, settings={**given, "part": part})
     return {size: node / f"{size}.safetensors" for size in GRANULARITIES}
 

@@ -2,11 +2,12 @@
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.progress import track
 from torch import Tensor, nn
@@ -155,6 +156,24 @@ def rows_of(row: str, scores: dict[str, dict[str, float]]) -> Iterator[Row]:
     for size, values in scores.items():
         for metric, value in values.items():
             yield Row(row=row, set=size, metric=metric, value=value)
+
+
+def above_line(
+    measured: Mapping[str, tuple[float, float]], uniform: Sequence[str]
+) -> float | None:
+    """How far Mix'n'Match sizes lie above the line through the trained sizes, on average.
+
+    Args:
+        measured: parameters and a metric by the label of each size.
+        uniform: labels of the trained sizes, the smallest first; the others are Mix'n'Match sizes.
+
+    Returns:
+        Mean of metric − line, in the metric's unit; None without Mix'n'Match sizes.
+    """
+    line = [measured[label] for label in uniform]
+    mixed = [size for label, size in measured.items() if label not in uniform]
+    gaps = [value - float(np.interp(cost, *zip(*line, strict=True))) for cost, value in mixed]
+    return sum(gaps) / len(gaps) if gaps else None
 
 
 @torch.no_grad()

@@ -203,6 +203,8 @@ def test_a_token_file_is_taken_as_it_is_and_another_tokenizer_s_refused(corpus):
     assert len(CorpusData("files", [str(folder)], **several).stream("train")) > 0
     with pytest.raises(ValueError, match="names the token file .* among 2 sources"):
         CorpusData("files", [str(folder), str(corpus)], **several).token_file("train")
+    with pytest.raises(ValueError, match="of which max_bytes 10 has no meaning"):
+        corpus_data(folder, max_bytes=10).token_file("train")
     with pytest.raises(ValueError, match=r"are of the tokenizer '.*', expected those of"):
         train_tokenizer(DOCUMENTS, 300).save_pretrained(corpus.parent / "other")
         corpus_data(folder, tokenizer=str(corpus.parent / "other")).token_file("train")
@@ -275,6 +277,7 @@ def test_others_may_read_a_token_file(corpus):
         ('{"text": "ab"}\n', {"train": "missing*.txt"}, "missing.* is not there"),
         ('{"text": "ab"}\n', {"source": "python"}, "source is python and train is"),
         ('{"text": "ab"}\n', {"source": "hub"}, "source is 'hub', expected python"),
+        ('{"text": "a \\ud800"}\n', {}, "line 1: its 'text' has half of a surrogate pair"),
         ('{"text": 12}\n', {}, "line 1: there is no text 'text' in it .*12 is no text"),
         ("", {"source": "python", "train": None, "val": "a.txt"}, "expected neither"),
         ("", {"source": "datasets", "test": "a.txt"}, "expected neither"),

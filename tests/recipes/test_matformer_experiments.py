@@ -156,9 +156,17 @@ def test_pretrained_models_start_from_sorted_slices():
             assert found[name] == str(folder / f"{size}.safetensors")
     assert found["matvit"] == found["dynabert"] == str(folder / "XL.safetensors")
     assert found["unsorted"] == "weights/dinov2-vit-s14-depth9"
-    heads_at_small = stages(declared("heads", "--preset", "small"))["heads"].model.init_args
+    run = declared("heads", "--preset", "small")
+    heads_at_small = stages(run)["heads"].model.init_args
     assert heads_at_small.fractions == [2 / 6, 3 / 6, 5 / 6, 1]  # ViT-S has six heads
     assert heads_at_small.init_from.endswith("sorted heads/XL.safetensors")
+    (sorting,) = (node for node in run.nodes.values() if node.name == "sorted heads")
+    sliced = sorting.settings["model"]  # before, the feed-forward's fractions: not whole heads
+    with torch.device("meta"):
+        model = build_vision(sliced["architecture"], 0, sliced["model_args"] or {})
+    assert nest(model, sliced["fractions"], sorting.settings["part"]).nesting.layers[0].widths == (
+        2, 3, 5, 6,
+    )  # fmt: skip
     with pytest.raises(ValueError, match="--rows has 'unsorted'"):  # nothing to sort from scratch
         declared("matvit", "--rows", "unsorted")
 

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from datamodules.tokens import train_tokenizer
 from lightning_modules.backbones import build_text
 from lightning_modules.matformer import nest, set_granularity
+from lightning_modules.matformer.nest import Nesting
 from lightning_modules.matformer.speculative import speculative_generate
 from recipes import generate
 from recipes.claims import NOT_JUDGED, REFUTED, SUPPORTED, judge
@@ -559,6 +560,22 @@ def test_sorting_changes_the_order_and_not_the_function(made_elastic):
     for row in ("elastic", "distilled", "unsorted"):
         assert {size for one, size in loss if one == row} >= {"S", "M", "L", "XL", "S*2+M*2"}
     assert ("dense", "XL") in loss and ("dense", "S") not in loss
+    for row in ("elastic", "unsorted"):  # what the claims read
+        assert loss[row, "half"] == loss[row, "L"]
+
+
+@pytest.mark.parametrize(
+    ("axes", "name"),
+    [
+        ({"ffn": (1 / 8, 1 / 4, 1 / 2, 1)}, "L"),
+        ({"ffn": (1 / 4, 1 / 2, 3 / 4, 1)}, "M"),
+        ({"ffn": (1 / 4, 1 / 3, 3 / 4, 1)}, None),
+        ({"ffn": (1 / 4, 1 / 2, 1, 1), "depth": (1 / 2, 1 / 2, 1 / 2, 1)}, None),
+    ],
+)
+def test_claims_on_half_read_the_size_that_has_half(axes, name):
+    """Before, they read L, whatever its width."""
+    assert elastic.half_of(Nesting(axes, [])) == name
 
 
 def test_slices_name_the_widths_of_every_size(made_elastic):

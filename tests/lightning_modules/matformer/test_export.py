@@ -76,6 +76,13 @@ def in_a_clean_process(folders, inputs):
     return [torch.load(folder / "outputs.pt", weights_only=True) for folder in folders]
 
 
+def dinov2():
+    small = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 4, "patch_size": 8}
+    config = transformers.Dinov2Config(**small, image_size=16, mlp_ratio=4, num_labels=3)
+    torch.manual_seed(0)
+    return transformers.Dinov2ForImageClassification(config).eval()
+
+
 IDS = {"input_ids": torch.arange(14).view(2, 7)}
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 LLAMA = {"num_key_value_heads": 2, "intermediate_size": 64}
@@ -107,6 +114,9 @@ CASES = {  # what, how it is nested, granularity, whether the library alone says
         "M",
         True,
     ),
+    # transformers' DINOv2 has no hidden neurons in its configuration but a whole ratio
+    "vit dinov2 S": (dinov2, {"ffn": (1 / 8, 1)}, 0, False),
+    "vit dinov2 half": (dinov2, {"ffn": (1 / 2, 1), "depth": (1 / 2, 1)}, 0, True),
     "vit low rank": (lambda: factorize(vit()), {"ffn": QUARTERS}, "M", False),
     "gpt2 low rank": (lambda: factorize(text("gpt2")), {"ffn": QUARTERS}, [0, 1, 2, 3], False),
     # whatever the family has for hidden neurons: SwiGLU of 8/3 of the width; stages that differ
