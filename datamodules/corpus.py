@@ -285,7 +285,7 @@ class CorpusData(PartsData):
         if folder is not None and self.max_bytes is not None:
             raise ValueError(
                 f"--data.{part} names the token file {folder}, of which max_bytes "
-                f"{self.max_bytes} has no meaning: write a token file of less text, or drop the limit."
+                f"{self.max_bytes} has no meaning: write one of less text, or drop the limit."
             )
         return folder
 

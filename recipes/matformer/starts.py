@@ -35,9 +35,7 @@ def nested_settings(run: Run, config: str) -> Namespace:
     return settings
 
 
-def starts(
-    run: Run, seed: int, part: str = "ffn", fractions: Any = None
-) -> dict[str, Artifact]:
+def starts(run: Run, seed: int, part: str = "ffn", fractions: Any = None) -> dict[str, Artifact]:
     """The files from which models of each size start; empty where training is from scratch.
 
     If matvit.yaml names pre-trained weights (model.init_from), XL starts from these, sorted by

@@ -158,9 +158,7 @@ def rows_of(row: str, scores: dict[str, dict[str, float]]) -> Iterator[Row]:
             yield Row(row=row, set=size, metric=metric, value=value)
 
 
-def above_line(
-    measured: Mapping[str, tuple[float, float]], uniform: Sequence[str]
-) -> float | None:
+def above_line(measured: Mapping[str, tuple[float, float]], uniform: Sequence[str]) -> float | None:
     """How far Mix'n'Match sizes lie above the line through the trained sizes, on average.
 
     Args:

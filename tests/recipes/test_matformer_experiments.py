@@ -315,6 +315,12 @@ def test_sorting_changes_the_order_and_not_the_function(out):
     assert [n.parsed().model.init_args.init_from for n in started] == [str(file)]
 
 
+def test_the_grid_says_whether_its_plain_trainings_have_learnt():
+    nodes = {node.name: node for node in declared("finetune_grid").nodes.values()}
+    assert {*nodes["training of pretrain"].nodes} == {"XL"}
+    assert {*nodes["training of vit_vit"].nodes} == {*SIZES}
+
+
 def test_what_is_scored_is_the_validation_part(out):
     """The accuracy in the table is the one that validation logged at the end of training."""
     run = matvit.main(["--out", str(out), *SHORT])
@@ -399,8 +405,10 @@ def paper_like(gap, rising=0.01):
         for size in SIZES:
             for quarter, value in enumerate((0.4, 0.5, 0.6, 0.6 + rising), start=1):
                 value += noise.normal(0, 1e-4)
-                lines.append(Row("independent", "val_accuracy", value, size, x=quarter))
-        for place, row in enumerate(("increase", "search", "least_slope", "ends")):
+                for row in ("independent", "pretrain", "vit_vit"):
+                    lines.append(Row(row, "val_accuracy", value, size, x=quarter))
+        lines.append(Row("matvit", "above the line", noise.normal(0, 1e-4)))
+        for place, row in enumerate(("increase", "search", "decrease", "least_slope", "ends")):
             for size in ("S*2+M*2", "S*3+XL"):
                 orders.append(Row(row, "loss", 1 + 0.01 * place + noise.normal(0, 1e-4), size))
         tables.append(tidy(lines, "", "small", seed))
@@ -419,9 +427,11 @@ def test_every_claim_is_judged_where_size_matters(gap, word):
 
 def test_independent_models_that_still_learn_fast_are_no_baseline():
     table = paper_like(gap=0.1, rising=0.05)
-    shut = [claim.name for claim in matvit.CLAIMS if judge(claim, table)[0] == NOT_JUDGED]
+    grid = {claim.name for claim in finetune_grid.CLAIMS}
+    claims = [*matvit.CLAIMS, *finetune_grid.CLAIMS]
+    shut = [claim.name for claim in claims if judge(claim, table)[0] == NOT_JUDGED]
     beside = ["MatViT S agrees with XL", "ViT → MatViT keeps XL"]
-    assert set(shut) == {*beside, *(f"MatViT {size} ≥ independent {size}" for size in SIZES)}
+    assert set(shut) == {*beside, *grid, *(f"MatViT {size} ≥ independent {size}" for size in SIZES)}
 
 
 def test_an_encoder_that_knows_nothing_finds_the_commonest_class_most():
