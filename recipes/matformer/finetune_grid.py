@@ -58,18 +58,15 @@ def declare(run: Run) -> None:
         for row in rows:
             pretraining, finetuning = row.split("_")
             start: Mapping[str, Node | Artifact]
-            if row == "vit_vit":
-                start = matvit.independents(run, "pretrain", seed, "pretrain")
-            elif pretraining == "matvit":
+            if pretraining == "matvit":
                 start = {"XL": run.stage("pretrain_matvit", "pretrain", seed)}
             else:
-                plain = matvit.independents(run, "pretrain", seed, "pretrain", only="XL")
-                start = plain
+                only = "" if row == "vit_vit" else "XL"
+                start = plain = matvit.independents(run, "pretrain", seed, "pretrain", only=only)
+                run.measure("training of pretrain", seed, measure_training, {"XL": plain["XL"]},
+                            {**matvit.MONITORED, "row": "pretrain"})  # fmt: skip
                 if pretraining == "sorted":
                     start = {"XL": run.measure("sorted", seed, write_sorted, {**plain}) / SORTED}
-            if pretraining == "vit":
-                run.measure("training of pretrain", seed, measure_training, {"XL": start["XL"]},
-                            {**matvit.MONITORED, "row": "pretrain"})  # fmt: skip
             if finetuning == "matvit":
                 weights = {"model.init_from": start["XL"]}
                 models = {"model": run.stage(f"finetune_{row}", "finetune", seed, varied=weights)}

@@ -168,9 +168,9 @@ def above_line(measured: Mapping[str, tuple[float, float]], uniform: Sequence[st
     Returns:
         Mean of metric − line, in the metric's unit; None without Mix'n'Match sizes.
     """
-    line = [measured[label] for label in uniform]
+    parameters, values = zip(*(measured[label] for label in uniform), strict=True)
     mixed = [size for label, size in measured.items() if label not in uniform]
-    gaps = [value - float(np.interp(cost, *zip(*line, strict=True))) for cost, value in mixed]
+    gaps = [value - float(np.interp(cost, parameters, values)) for cost, value in mixed]
     return sum(gaps) / len(gaps) if gaps else None
 
 
