@@ -41,6 +41,10 @@ class Measuring:
         """The DataModule that a stage trained on."""
         return self.stages[name].datamodule()
 
+    def model(self, name: str) -> Any:
+        """The model that a stage trained, on the device, ready to evaluate."""
+        return self.stages[name].module(device()).model
+
 
 Measure = Callable[[Measuring], Iterable[Row]]
 

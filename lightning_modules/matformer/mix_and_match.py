@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 Costs = Sequence[Sequence[float]]  # of each layer at each granularity, smallest first
 Order = Literal["increase", "decrease", "increase-decrease", "decrease-increase"]
+ORDERS: tuple[Order, ...] = get_args(Order)
 
 
 def check_budget(costs: Costs, budget: float) -> None:
@@ -96,8 +97,8 @@ def arrange(configuration: Sequence[int], order: Order) -> list[int]:
     Raises:
         ValueError: If the order is unknown.
     """
-    if order not in get_args(Order):
-        raise ValueError(f"order is {order!r}; choose one of {', '.join(get_args(Order))}.")
+    if order not in ORDERS:
+        raise ValueError(f"order is {order!r}; choose one of {', '.join(ORDERS)}.")
     ranked = sorted(configuration, reverse=order.startswith("decrease"))
     if order in ("increase", "decrease"):
         return ranked

@@ -34,7 +34,6 @@ from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.machine import OthersAtWork
 from recipes.matformer.language import (
-    load,
     measure_unigram,
     plain,
     rows_of,
@@ -167,7 +166,7 @@ def prepare(m: Measuring) -> Iterator[Row]:
     """Write the decoder as it is and with its neurons sorted, as folders for transformers."""
     data = CorpusData(**{**m.settings["data"], "seed": m.seed})
     if "base" in m.stages:
-        model = load(m.stages["base"].checkpoint)
+        model = m.model("base")
     else:
         arguments = m.settings["model_args"]
         model = build_text(m.settings["architecture"], "causal", arguments, pretrained=True)
@@ -205,7 +204,7 @@ def measure_untrained(m: Measuring) -> Iterator[Row]:
 def measure_sizes(m: Measuring) -> Iterator[Row]:
     """Score and time a fine-tuned model's sizes; write slices.json and some of the sizes."""
     ((row, stage),) = m.stages.items()
-    model, data = load(stage.checkpoint), m.datamodule(row)
+    model, data = m.model(row), m.datamodule(row)
     vocabulary = model.config.vocab_size
     if stage.settings.model.init_args.fractions is None:
         scores = score({"XL": plain(model)}, data.val_dataloader(), vocabulary)

@@ -25,7 +25,6 @@ from recipes.matformer import matvit
 from recipes.matformer.convergence import measure_training
 from recipes.matformer.matvit_measures import measure_alone, measure_chance, measure_nested
 from recipes.matformer.starts import sort
-from recipes.matformer.submodels import load
 from recipes.messages import console
 from recipes.nodes import Artifact, Node
 from recipes.plots import scatter
@@ -82,7 +81,7 @@ def declare(run: Run) -> None:
 
 def write_sorted(m: Measuring) -> list[Row]:
     """Write a plain model's weights with the neurons in order of importance on training images."""
-    data, model = m.datamodule("XL"), load(m.stages["XL"].checkpoint)
+    data, model = m.datamodule("XL"), m.model("XL")
     sort(model, data.train_dataloader())
     save_file(model.state_dict(), m.folder / SORTED)
     return []

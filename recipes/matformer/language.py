@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from datamodules.loading import IGNORED
 from lightning_modules.counting import count_non_embedding, count_parameters
-from lightning_modules.matformer import MatLM, extract, set_granularity
+from lightning_modules.matformer import extract, set_granularity
 from lightning_modules.matformer.consistency import SubmodelMetrics, score_tokens
 from lightning_modules.matformer.nest import nesting_of
 from recipes.experiment import Measuring
@@ -21,12 +20,6 @@ from recipes.results import Row, by_seed
 CHUNK = 2**24  # tokens counted at a time: 128 MB
 
 Model = Callable[[Tensor], Tensor]  # tokens (B, L) to logits (B, L, V)
-
-
-def load(checkpoint: Path) -> Any:
-    """The decoder of a stage's checkpoint, nested or plain, ready to evaluate."""
-    module = MatLM.load_from_checkpoint(checkpoint, map_location="cpu")
-    return module.model.to(device()).eval()
 
 
 def submodels(model: nn.Module, chosen: Iterable[Sequence[int]]) -> dict[str, Model]:

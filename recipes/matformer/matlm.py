@@ -19,6 +19,7 @@ from typing import Any
 import pandas as pd
 from transformers import CONFIG_MAPPING
 
+from lightning_modules.matformer.mix_and_match import ORDERS
 from lightning_modules.matformer.nest import GRANULARITIES
 from recipes import plots
 from recipes.claims import Claim, Comparison
@@ -27,14 +28,15 @@ from recipes.matformer.convergence import INDEPENDENT, measure_training
 from recipes.matformer.language import measure_unigram, said_unigram, scored_text
 from recipes.matformer.matlm_measures import (
     BUDGETS,
-    ORDERS,
     measure_drafts,
     measure_independent,
     measure_orders,
     measure_sizes,
 )
+from recipes.matformer.matvit import sampler
 from recipes.matformer.scaling import fit_report
 from recipes.matformer.starts import nested_settings
+from recipes.matformer.submodels import SEARCH_PAIRS
 from recipes.matformer.trials import Derived, tuned
 from recipes.messages import console
 from recipes.provenance import provenance
@@ -57,7 +59,6 @@ PROBABILITIES = {  # Table 6, of S / M / L / XL
 }
 HEADS = [0.25, 0.5, 0.75, 1.0]  # Appendix F.2
 FEWER_HEADS = "independent heads"  # the row of models trained alone with as many heads
-SEARCH_PAIRS = 60  # random (configuration, loss) pairs that the search learns from
 SIZES = ["S", "M", "L", "XL"]
 # Each must lose less than this in the last quarter of its training. That excludes models that have
 # hardly begun; one with few tokens a parameter may pass, since the learning rate falls to the end.
@@ -279,9 +280,9 @@ def nested(run: Run, row: str, seed: int, **settings: Any) -> Stage:
     if row == "joint":  # four batches a step, one for each granularity (Appendix B.4)
         varied = {"model.joint": "mean", "model.split_batch": True}
     elif row == "per_layer":
-        varied |= {"trainer.callbacks": sampler(per_layer=True)}
+        varied |= {"trainer.callbacks": [sampler(per_layer=True)]}
     elif row in PROBABILITIES:
-        varied |= {"trainer.callbacks": sampler(probabilities=PROBABILITIES[row])}
+        varied |= {"trainer.callbacks": [sampler(probabilities=PROBABILITIES[row])]}
     elif row == "heads":
         varied |= {"model.fractions": {"heads": HEADS}}
     name = row.replace("/", "_").replace(" ", "")
@@ -359,13 +360,6 @@ def quarter_of_warmup(c: Any) -> float:
     """Warm-up of a training with a quarter of the steps; a share of them (below 1) stays."""
     steps = c.model.init_args.warmup_steps
     return steps if steps < 1 else steps // 4
-
-
-def sampler(**settings: Any) -> list[dict[str, Any]]:
-    """The setting `trainer.callbacks`: GranularitySampling with these arguments."""
-    return [
-        {"class_path": "callbacks.granularity.GranularitySampling", "init_args": dict(settings)}
-    ]
 
 
 def independent(run: Run, seed: int, name: str, index: int, scale: float = 1.0) -> Stage:

@@ -1,34 +1,32 @@
 """Measurements of trained language models: sizes, consistency, drafts, Mix'n'Match orders."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from lightning_modules.matformer import arrange, mix_and_match
-from lightning_modules.matformer.mix_and_match import Order
+from lightning_modules.matformer.mix_and_match import ORDERS
 from lightning_modules.matformer.nest import nesting_of
 from lightning_modules.matformer.search import evolve, fit_predictor, sample_configurations
 from lightning_modules.matformer.speculative import SpeculationRecord, speculative_generate
 from recipes.experiment import Measuring
 from recipes.matformer.convergence import INDEPENDENT
-from recipes.matformer.language import load, plain, rows_of, score, sizes, submodels
-from recipes.matformer.submodels import above_line, halves, ladder
+from recipes.matformer.language import plain, rows_of, score, sizes, submodels
+from recipes.matformer.submodels import BETWEEN, above_line, halves, ladder
 from recipes.nodes import device
 from recipes.plan import device_count
 from recipes.results import Row
 
-BETWEEN = 3  # Mix'n'Match sizes between neighbouring granularities
 # Table 5: the smaller granularity, and the share of layers that are one granularity larger
 BUDGETS = {"M": (1, 0.0), "M 3/4 + L 1/4": (1, 0.25), "M 5/16 + L 11/16": (1, 0.6875),
            "L 1/2 + XL 1/2": (2, 0.5)}  # fmt: skip
 TRAINING_COST = 2.58  # of all four granularities, relative to XL, as the paper counts it
-ORDERS: tuple[Order, ...] = get_args(Order)
 
 
 def measure_sizes(m: Measuring) -> Iterator[Row]:
     """Score every granularity and the Mix'n'Match sizes between them, beside the largest."""
-    model, data = load(m.stages["model"].checkpoint), m.datamodule("model")
+    model, data = m.model("model"), m.datamodule("model")
     suffix = m.settings.get("suffix", "")
     chosen = ladder(model, m.settings.get("between", BETWEEN))[::-1]
     nesting = nesting_of(model)
@@ -49,7 +47,7 @@ def measure_sizes(m: Measuring) -> Iterator[Row]:
 
 def measure_independent(m: Measuring) -> Iterator[Row]:
     """Score the independent models, and compare each with the largest of them."""
-    models = {name: load(m.stages[name].checkpoint) for name in reversed(list(m.stages))}
+    models = {name: m.model(name) for name in reversed(list(m.stages))}
     data = m.datamodule(next(iter(models)))
     vocabulary = next(iter(models.values())).config.vocab_size
     scores = score({n: plain(x) for n, x in models.items()}, data.val_dataloader(), vocabulary)
@@ -78,9 +76,9 @@ def measure_drafts(m: Measuring) -> Iterator[Row]:
     """
     pairs: dict[str, tuple[Any, Any]] = {}
     if "model" in m.stages:
-        pairs["matlm"] = (load(m.stages["model"].checkpoint), "S")
+        pairs["matlm"] = (m.model("model"), "S")
     if "XL" in m.stages:
-        pairs[INDEPENDENT] = tuple(load(m.stages[name].checkpoint) for name in ("XL", "S"))
+        pairs[INDEPENDENT] = tuple(m.model(name) for name in ("XL", "S"))
     data = m.datamodule(next(iter(m.stages)))
     windows = data.samples("val")
     prompts = torch.stack([windows[i]["input_ids"] for i in range(min(16, len(windows)))])
@@ -102,7 +100,7 @@ def measure_orders(m: Measuring) -> Iterator[Row]:
     windows. Layers of S and XL only (`ends`) cannot meet every budget when there are few layers:
     they are compared with Mix'n'Match of at most as many hidden neurons (`least_slope`).
     """
-    model, data = load(m.stages["model"].checkpoint), m.datamodule("model")
+    model, data = m.model("model"), m.datamodule("model")
     fitting, comparing = halves(data.samples("val"), data.eval_batch_size)
     nesting, vocabulary = nesting_of(model), model.config.vocab_size
     layers, widths = len(nesting.layers), nesting.layers[0].widths

@@ -24,19 +24,19 @@ import pandas as pd
 import torch
 
 from lightning_modules.backbones import build_vision
+from lightning_modules.matformer.mix_and_match import ORDERS
 from lightning_modules.matformer.nest import GRANULARITIES
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Run
 from recipes.matformer.convergence import INDEPENDENT, measure_training
 from recipes.matformer.matvit_measures import (
-    ORDERS,
-    SEARCH_PAIRS,
     measure_alone,
     measure_chance,
     measure_nested,
     measure_orders,
 )
 from recipes.matformer.starts import starts
+from recipes.matformer.submodels import SEARCH_PAIRS
 from recipes.matformer.trials import Derived, tuned
 from recipes.messages import console
 from recipes.nodes import Artifact, Node, Stage

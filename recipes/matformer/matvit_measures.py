@@ -1,24 +1,29 @@
 """Measurements of trained vision models: sizes, agreement, chance, Mix'n'Match orders."""
 
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any
 
 from lightning_modules.matformer import arrange, layer_costs, mix_and_match
-from lightning_modules.matformer.mix_and_match import Order
+from lightning_modules.matformer.mix_and_match import ORDERS
 from lightning_modules.matformer.nest import nesting_of
 from lightning_modules.matformer.search import evolve, fit_predictor, sample_configurations
 from recipes.experiment import Measuring
-from recipes.matformer.submodels import above_line, halves, ladder, load, rows_of, score, submodel
+from recipes.matformer.submodels import (
+    BETWEEN,
+    SEARCH_PAIRS,
+    above_line,
+    halves,
+    ladder,
+    rows_of,
+    score,
+    submodel,
+)
 from recipes.results import Row
-
-BETWEEN = 3  # Mix'n'Match sizes between neighbouring granularities
-SEARCH_PAIRS = 60  # random (configuration, loss) pairs that the search learns from
-ORDERS: tuple[Order, ...] = get_args(Order)
 
 
 def measure_nested(m: Measuring) -> Iterator[Row]:
     """Score every granularity of a nested model, and Mix'n'Match sizes between them."""
-    data, model = m.datamodule("model"), load(m.stages["model"].checkpoint)
+    data, model = m.datamodule("model"), m.model("model")
     between = m.settings.get("between", BETWEEN)
     sizes = [submodel(model, data.image_size, mix) for mix in ladder(model, between)]
     row = m.settings["row"]
@@ -32,10 +37,7 @@ def measure_nested(m: Measuring) -> Iterator[Row]:
 def measure_alone(m: Measuring) -> Iterator[Row]:
     """Score plain models of several sizes, and compare each with the largest of them."""
     data = m.datamodule(next(iter(m.stages)))
-    models = [
-        submodel(load(stage.checkpoint), data.image_size, None, label=size)
-        for size, stage in m.stages.items()
-    ]
+    models = [submodel(m.model(size), data.image_size, None, label=size) for size in m.stages]
     row = m.settings["row"]
     yield from rows_of(row, score(models, data.val_dataloader(), models[-1], row))
 
@@ -52,7 +54,7 @@ def measure_orders(m: Measuring) -> Iterator[Row]:
     evolutionary search. The search's predictor is fitted to losses on every other validation image;
     all configurations are compared on the remaining images.
     """
-    data, model = m.datamodule("model"), load(m.stages["model"].checkpoint)
+    data, model = m.datamodule("model"), m.model("model")
     fitting, comparing = halves(data.val_set, data.eval_batch_size)
     costs, _ = layer_costs(model, "parameters")
     layers, sizes = len(costs), len(costs[0])

@@ -25,8 +25,7 @@ from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.matformer import matvit
 from recipes.matformer.convergence import measure_training
-from recipes.matformer.matvit_measures import BETWEEN
-from recipes.matformer.submodels import Submodel, encode, ladder, load, submodel
+from recipes.matformer.submodels import BETWEEN, Submodel, encode, ladder, submodel
 from recipes.messages import console
 from recipes.plots import scatter
 from recipes.provenance import provenance
@@ -59,7 +58,7 @@ def declare(run: Run) -> None:
 
 def measure_nested(m: Measuring) -> Iterator[Row]:
     """Retrieve with every size of MatViT."""
-    data, model = m.datamodule("model"), load(m.stages["model"].checkpoint)
+    data, model = m.datamodule("model"), m.model("model")
     sizes = [submodel(model, data.image_size, mix) for mix in ladder(model, BETWEEN)]
     yield from retrieve("matvit", sizes, data)
     for mode in MODES:
@@ -81,10 +80,7 @@ def chance(data: ImageData) -> float:
 def measure_alone(m: Measuring) -> Iterator[Row]:
     """Retrieve with the independent models."""
     data = m.datamodule("XL")
-    models = [
-        submodel(load(stage.checkpoint), data.image_size, None, label=size)
-        for size, stage in m.stages.items()
-    ]
+    models = [submodel(m.model(size), data.image_size, None, label=size) for size in m.stages]
     yield from retrieve("independent", models, data)
 
 

@@ -4,7 +4,6 @@ import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,14 @@ from torch.utils.data import DataLoader, Subset
 from datamodules.loading import build_loader
 from lightning_modules.backbones import feature_vector
 from lightning_modules.counting import count_macs, count_parameters
-from lightning_modules.matformer import MatViT, extract, layer_costs, mix_and_match
+from lightning_modules.matformer import extract, layer_costs, mix_and_match
 from lightning_modules.matformer.consistency import SubmodelMetrics
 from lightning_modules.matformer.nest import nesting_of, set_granularity
 from recipes.nodes import device
 from recipes.results import Row
+
+BETWEEN = 3  # Mix'n'Match sizes between neighbouring granularities
+SEARCH_PAIRS = 60  # random (configuration, metric) pairs that a search learns from
 
 
 @dataclass
@@ -40,13 +42,6 @@ class Submodel:
     macs: int
     forward: Callable[[Tensor], Tensor]
     features: Callable[[Tensor], Tensor]
-
-
-def load(checkpoint: Path) -> nn.Module:
-    """The model of a stage's checkpoint, nested or plain, ready to evaluate."""
-    module = MatViT.load_from_checkpoint(checkpoint, map_location="cpu")
-    assert module.model is not None
-    return module.model.to(device()).eval()
 
 
 def submodel(

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from datamodules.tokens import train_tokenizer
 from lightning_modules.backbones import build_text
-from lightning_modules.matformer import nest, set_granularity
+from lightning_modules.matformer import MatLM, nest, set_granularity
+from lightning_modules.matformer.mix_and_match import ORDERS
 from lightning_modules.matformer.nest import Nesting
 from lightning_modules.matformer.speculative import speculative_generate
 from recipes import generate
@@ -27,7 +28,6 @@ from recipes.experiment import Measuring
 from recipes.experiment_plan import fill, grouped
 from recipes.export import export
 from recipes.matformer import convergence, elastic, matlm, matlm_measures, scaling
-from recipes.matformer.language import load
 from recipes.matformer.submodels import ladder
 from recipes.nodes import device, finished
 from recipes.predict import Predictor
@@ -201,10 +201,10 @@ def test_orders_cost_the_same_and_search_is_within_the_budget(trained):
     table = read(trained.out)
     neurons, loss = values(table, "hidden neurons"), values(table, "loss at budget")
     for budget in matlm.BUDGETS:
-        same = {neurons[order, budget] for order in matlm.ORDERS}
+        same = {neurons[order, budget] for order in ORDERS}
         assert len(same) == 1
         assert neurons["search", budget] <= min(same)
-        assert all(0 < loss[name, budget] < 7 for name in (*matlm.ORDERS, "search"))
+        assert all(0 < loss[name, budget] < 7 for name in (*ORDERS, "search"))
     slopes = values(table, "loss by slope")
     names = {name for _, name in slopes}
     assert len(names) == 2 and slopes.keys() == {
@@ -457,7 +457,7 @@ def test_predict_and_export_take_its_checkpoints(trained, tmp_path):
     assert isinstance(answer.label, str)
     export(Predictor(file, device="cpu"), tmp_path / "S", None, "S")
     small = AutoModelForCausalLM.from_pretrained(tmp_path / "S")
-    model = load(file).cpu()
+    model = MatLM.load_from_checkpoint(file, map_location="cpu").model.eval()
     set_granularity(model, "S")
     assert torch.allclose(small(ids).logits, model(ids).logits, atol=1e-5)
 
@@ -609,7 +609,8 @@ def test_exports_load_where_this_repository_is_not(made_elastic, tmp_path, size,
     command = [sys.executable, "-I", "-c", LOAD, str(folder)]
     subprocess.run([*command, str(tmp_path / "logits.pt")], check=True, cwd=tmp_path)
     ids, logits = torch.load(tmp_path / "logits.pt")
-    model = load(seed / "elastic" / "checkpoints" / "last.ckpt")
+    checkpoint = seed / "elastic" / "checkpoints" / "last.ckpt"
+    model = MatLM.load_from_checkpoint(checkpoint, map_location="cpu").model.eval()
     set_granularity(model, chosen)
     assert torch.allclose(model(ids.to(model.device)).logits.cpu(), logits, atol=1e-5)
 
