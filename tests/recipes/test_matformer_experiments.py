@@ -50,7 +50,7 @@ ROWS = {
     "matvit": {*matvit.ROWS, *ORDERS, "search", "ends", "least_slope"} - {"unsorted", "scratch"}
     | {"chance"},
     "retrieval": {*retrieval.FAMILIES, "chance"},
-    "finetune_grid": {*finetune_grid.ROWS, "chance"},
+    "finetune_grid": {*finetune_grid.ROWS, "pretrain", "chance"},
     "probabilities": {*map(probabilities.name, probabilities.TABLE_6), "chance"},
     "heads": {*heads.PARTS, "chance"},
 }
