@@ -249,6 +249,14 @@ def test_a_perturbation_that_is_not_felt_is_not_judged():
         assert judge(claim, pd.concat(parts))[0] == verdict
 
 
+@pytest.mark.parametrize("preset", ["small", "paper"])
+def test_fig_4_is_judged_at_every_ratio_of_the_sweep(preset):
+    [claim] = [one for one in vision.CLAIMS if one.where == "Fig. 4" and one.preset == preset]
+    sweep = grid(Path(FILE).with_name("vision_grid.yaml"), preset)["sweep"]
+    assert [test.where["x"] for test in claim.test] == sweep
+    assert f"κ {', '.join(f'{x:g}' for x in sweep)})" in claim.sentence
+
+
 def test_every_model_of_the_paper_has_the_baselines_of_table_1(tmp_path, monkeypatch):
     declared = set()
     for name in ("measure", "measure_untrained", "sweep", "finetune"):
