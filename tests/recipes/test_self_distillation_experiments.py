@@ -173,6 +173,18 @@ def test_figures_1_and_3():
 
 
 @pytest.mark.parametrize("kind", ["images", "text"])
+def test_twice_the_steps_of_each_point_of_a_curve(kind):
+    run = declared(kind, "--preset", "small_steps", "--rows", "further,further_x2")
+    found = stages(run)
+    points = [steps for steps in run.grid("shared_grid", f"{kind}_grid")["steps"] if steps]
+    for steps in points:
+        for adaptation, times in (("further", 1), ("further_x2", 2)):
+            [name] = [one for one in found if one.endswith(f" adapt {adaptation} {steps} steps")]
+            lengths = found[name]["trainer.max_steps"], found[name]["trainer.max_epochs"]
+            assert lengths == (times * steps, -1), name
+
+
+@pytest.mark.parametrize("kind", ["images", "text"])
 def test_a_flag_reaches_its_stages_or_is_refused(kind, capsys):
     rows = ["--rows", "finetune,self_distillation"]
     given = ["--adapt.model.lr", "0.5", "--finetune.model.lr=0.25", "--model.weight_decay=0.125"]
