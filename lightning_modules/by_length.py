@@ -1,6 +1,6 @@
 """Runs an encoder on parts of a batch of texts, of like length each, so that it pads less."""
 
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,14 +23,18 @@ def run_by_length(encoder: nn.Module) -> None:
             `attention_mask` (B, L), and perhaps others of this shape; with any other input, or
             without an attention mask, it runs as before.
     """
-    encoder.forward = MethodType(_forward, encoder)  # copies and pickles with the encoder
+    # copies and pickles with the encoder, unlike a method, which pickles as an attribute's name
+    encoder.forward = partial(_forward, encoder)
 
 
 def _forward(
-    self: Any, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **others: Any
+    encoder: Any,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    **others: Any,
 ) -> Any:
     """The encoder's output for ids (B, L), from parts of TEXTS texts."""
-    whole = type(self).forward
+    whole = type(encoder).forward
     tensors = {name: value for name, value in others.items() if isinstance(value, Tensor)}
     if (
         input_ids is None
@@ -39,7 +43,7 @@ def _forward(
         or any(value.shape != input_ids.shape for value in [attention_mask, *tensors.values()])
         or any(others.get(f"output_{name}") for name in ("hidden_states", "attentions"))
     ):
-        return whole(self, input_ids=input_ids, attention_mask=attention_mask, **others)
+        return whole(encoder, input_ids=input_ids, attention_mask=attention_mask, **others)
     batch = {"input_ids": input_ids, "attention_mask": attention_mask, **tensors}
     settings = {name: value for name, value in others.items() if name not in tensors}
     size = input_ids.shape[1]
@@ -51,7 +55,7 @@ def _forward(
     for rows in order.split(TEXTS):
         longest = int(lengths[rows].max())
         part = {name: value[rows, :longest] for name, value in batch.items()}
-        output = whole(self, **part, **settings)
+        output = whole(encoder, **part, **settings)
         hidden.append(F.pad(output.last_hidden_state, (0, 0, 0, size - longest)))
         pooled.append(getattr(output, "pooler_output", None))
     back = order.argsort()

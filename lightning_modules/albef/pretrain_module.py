@@ -19,7 +19,12 @@ from lightning_modules.albef.losses import IGNORED
 from lightning_modules.albef.model import PretrainModel
 from lightning_modules.albef.retrieval_module import Retrieval
 from lightning_modules.gradient_shares import log_gradient_shares
-from lightning_modules.pela import Features, feature_distillation, weight_perturbation
+from lightning_modules.pela import (
+    Features,
+    feature_distillation,
+    low_rank_layers,
+    weight_perturbation,
+)
 from lightning_modules.pela.baselines import visible_alignment
 from lightning_modules.self_distillation.masked_text import mask_tokens
 
@@ -124,7 +129,8 @@ class Repair(Pretraining):
         """The teacher for the callback FrozenTeacher: the dense original.
 
         Raises:
-            ValueError: if no weights are given, or a tensor is missing or of another shape.
+            ValueError: if no weights are given, a tensor is missing or of another shape, or the
+                weights are low-rank, such as the student's own.
         """
         source = self.teacher_from or self.init_from
         if source is None:
@@ -134,9 +140,11 @@ class Repair(Pretraining):
             )
         teacher = self.dense()
         report = load_albef(teacher, source)
-        if report.missing or report.reshaped:
+        low_rank = low_rank_layers(teacher)
+        if low_rank or report.missing or report.reshaped:
+            reason = f"{next(iter(low_rank))} is low-rank" if low_rank else report
             raise ValueError(
-                f"{source} is not the dense original ({report}): give its checkpoint as "
+                f"{source} is not the dense original ({reason}): give its checkpoint as "
                 "model.teacher_from"
             )
         assert isinstance(teacher, PretrainModel)

@@ -3,8 +3,8 @@
 Both classes have the same methods. The formulas are in masked_image.py and masked_text.py.
 """
 
+from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
@@ -171,7 +171,7 @@ class MaskedText:
             model.train()  # from_pretrained returns it in eval mode, which Lightning would keep
         else:
             model = build_text(architecture, "masked", model_args)
-        model.encode = MethodType(final_hidden_states, model)
+        model.encode = partial(final_hidden_states, model)  # copies and pickles with the model
         run_by_length(model.base_model)
         return model
 

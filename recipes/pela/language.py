@@ -150,7 +150,8 @@ def measure_dense(m: Measuring) -> Iterator[Row]:
 def measure_kind(m: Measuring) -> Iterator[Row]:
     """Scores and agreement with the dense decoder, of the rows of one calibration, by ratio."""
     model, data = decoder(m), corpus(m)
-    rows, ratios, batches = m.settings["rows"], m.settings["ratios"], calibration(data, m)
+    samples, batches = windows(data, m), calibration(data, m)
+    rows, ratios = m.settings["rows"], m.settings["ratios"]
     kind = kind_of(rows[0])
     moments = None if kind == "pruned" else layer_moments(model, batches, LOW_RANK[rows[0]][0])
     for row in rows:
@@ -160,7 +161,7 @@ def measure_kind(m: Measuring) -> Iterator[Row]:
             smaller = compress_each(model, ratios, LOW_RANK[row][1], moments)
         by_ratio = {f"{ratio:g}": plain(small) for ratio, small in smaller.items()}
         models = {"dense": plain(model), **by_ratio}
-        scores = score(models, windows(data, m), model.config.vocab_size)
+        scores = score(models, samples, model.config.vocab_size)
         for ratio, small in smaller.items():
             for metric in ("loss", "perplexity", "agreement", "kl"):
                 yield Row(row, metric, scores[f"{ratio:g}"][metric], x=ratio)
@@ -189,11 +190,22 @@ def calibration(data: CorpusData, m: Measuring) -> list[dict[str, Any]]:
 
 
 def windows(data: CorpusData, m: Measuring) -> list[dict[str, torch.Tensor]]:
-    """The seed's windows of the test text; seeds share none as long as there are enough."""
+    """The seed's windows of the test text, which no other seed has.
+
+    Raises:
+        ValueError: if the text has too few; seeds that share windows are no independent runs.
+    """
     samples: Any = data.samples("test")
-    count = m.settings["windows"] or len(samples)
-    places = [(m.seed * count + k) % len(samples) for k in range(min(count, len(samples)))]
-    return [{name: x[None] for name, x in samples[place].items()} for place in places]
+    count = min(m.settings["windows"] or len(samples), len(samples))
+    start = m.seed * count
+    if start + count > len(samples):
+        raise ValueError(
+            f"seed {m.seed} has no test windows of its own: each seed scores {count} of the "
+            f"{len(samples)} that there are; run at most --seeds {len(samples) // count}, or lower "
+            "test_windows in language_grid.yaml"
+        )
+    chosen = (samples[place] for place in range(start, start + count))
+    return [{name: x[None] for name, x in sample.items()} for sample in chosen]
 
 
 @torch.no_grad()

@@ -184,7 +184,7 @@ class Chains:
             steps: of each of them, where the grid has a curve of steps.
         """
         settings = dict(self.grid["adaptations"][name])
-        teacher, times = settings.pop("teacher", None), settings.pop("times", None)
+        teacher, times = settings.pop("teacher", None), settings.pop("times", 1)
         before = self.adapt(teacher, steps) if teacher else []
         varied = {**self.data, "model.init_from": self.original, **settings}
         # derived settings override flags, which are meant for the labelled data
@@ -194,8 +194,8 @@ class Chains:
         if before:
             varied["model.teacher_from"] = before[0]
         if steps:
-            varied |= fixed_length(steps)
-        if times:
+            varied |= fixed_length(times * steps)
+        elif times > 1:
             length = length_of(self.run.parsed(f"{self.kind}_adapt"))
             derived[f"trainer.{length}"] = functools.partial(_multiple, times, length)
         title = f"{self.name} adapt {name}" + (f" {steps} steps" if steps else "")

@@ -1,6 +1,6 @@
 """The teacher is there while training runs, never changes, and leaves no trace.
 
-Under DDP and FSDP2: tests/recipes/test_pela_distributed.py.
+Under DDP and FSDP2: tests/recipes/test_every_method.py.
 """
 
 import lightning as L

@@ -1,6 +1,7 @@
 """An encoder that runs texts by length has the outputs and gradients of the one that does not."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -116,14 +117,26 @@ def test_on_another_device_it_runs_as_before():
     assert seen == [(21, 30)]
 
 
-def test_a_copy_runs_with_its_own_weights():
-    model = built().base_model
+def through_a_file(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_a_file])
+def test_a_copy_runs_by_length_with_its_own_weights(copied):
+    model, inputs = built().base_model, texts()
     run_by_length(model)
-    other = copy.deepcopy(model)
+    other = copied(model)
+    sizes = Sizes(other)
+    expected = model(**inputs).last_hidden_state
+    assert torch.equal(other(**inputs).last_hidden_state, expected)
+    assert [shape[0] for shape in sizes.shapes] == [8, 8, 5]
     for parameter in other.parameters():
         torch.nn.init.zeros_(parameter)
-    assert not other(**texts()).last_hidden_state.any()
-    assert model(**texts()).last_hidden_state.any()
+    assert not other(**inputs).last_hidden_state.any()
+    assert torch.equal(model(**inputs).last_hidden_state, expected)
 
 
 def test_a_part_has_a_few_texts(monkeypatch):

@@ -230,26 +230,29 @@ def test_a_question_on_a_picture(run, pictures, tmp_path):
 def test_paper_presets_are_albefs_and_pelas():
     """ALBEF's configurations (pre-training, four tasks), and PELA's of the repair."""
     expected = {
-        # epochs, pairs on a device, lr, decay, warm-up, pixels, smallest crop
-        "pretrain": (30, 64, 1e-4, 0.02, 1000, 256, 0.2),
-        "repair": (20, 32, 1e-4, 0.02, 1000, 256, 0.2),
-        "retrieval": (10, 32, 1e-5, 0.02, 0, 384, 0.5),
-        "entailment": (5, 32, 2e-5, 0.02, 0, 384, 0.5),
-        "vqa": (8, 32, 2e-5, 0.02, 0, 384, 0.5),
-        "grounding": (5, 32, 1e-5, 0.02, 0, 384, 1.0),
+        # epochs, pairs on a device, lr, decay, warm-up, pixels, smallest crop, tokens of a text,
+        # whether the soft targets rise over the first epoch
+        "pretrain": (30, 64, 1e-4, 0.02, 1000, 256, 0.2, 25, True),
+        "repair": (20, 32, 1e-4, 0.02, 1000, 256, 0.2, 25, True),
+        "retrieval": (10, 32, 1e-5, 0.02, 0, 384, 0.5, 30, True),
+        "entailment": (5, 32, 2e-5, 0.02, 0, 384, 0.5, 30, False),
+        "vqa": (8, 32, 2e-5, 0.02, 0, 384, 0.5, 25, True),
+        "grounding": (5, 32, 1e-5, 0.02, 0, 384, 1.0, 30, True),
     }
     for name, values in expected.items():
         settings = parse(compression.EXPERIMENT.folder / f"{name}.yaml")
         model, data = settings.model.init_args, settings.data.init_args
         given = (model.lr, model.weight_decay, model.warmup_steps)
-        rest = (data.image_size, data.min_crop)
+        rest = (data.image_size, data.min_crop, data.max_length, model.ramp)
         assert (settings.trainer.max_epochs, data.batch_size, *given, *rest) == values, name
         assert (model.decay, model.soft_targets) == (0.995, 0.4) and not model.sizes
-        assert getattr(model, "queue_size", 65536) == 65536
+        assert getattr(model, "queue_size", 65536) == 65536 and model.schedule == "cosine"
+        assert getattr(model, "mask_probability", 0.15) == 0.15
+        assert getattr(model, "k", 128) == 128  # pairs or answers that are scored completely
     repair = parse(compression.EXPERIMENT.folder / "repair.yaml").model.init_args
     losses = (repair.ratio, repair.fd_weight, repair.rwp_weight, repair.epsilon, repair.p)
     assert losses == (3.0, 0.1, 1.0, 1e-3, float("inf"))
-    assert parse(compression.EXPERIMENT.folder / "retrieval.yaml").model.init_args.k == 128
+    assert (repair.setting, repair.distillation) == ("released", "pela")
     assert parse(compression.EXPERIMENT.folder / "grounding.yaml").model.init_args.block == 8
 
 

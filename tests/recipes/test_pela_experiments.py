@@ -249,6 +249,14 @@ def test_a_perturbation_that_is_not_felt_is_not_judged():
         assert judge(claim, pd.concat(parts))[0] == verdict
 
 
+@pytest.mark.parametrize("preset", ["small", "paper"])
+def test_fig_4_is_judged_at_every_ratio_of_the_sweep(preset):
+    [claim] = [one for one in vision.CLAIMS if one.where == "Fig. 4" and one.preset == preset]
+    sweep = grid(Path(FILE).with_name("vision_grid.yaml"), preset)["sweep"]
+    assert [test.where["x"] for test in claim.test] == sweep
+    assert f"κ {', '.join(f'{x:g}' for x in sweep)})" in claim.sentence
+
+
 def test_every_model_of_the_paper_has_the_baselines_of_table_1(tmp_path, monkeypatch):
     declared = set()
     for name in ("measure", "measure_untrained", "sweep", "finetune"):
@@ -312,17 +320,25 @@ def test_what_a_step_costs(looking):
 
 
 def test_paper_presets_are_the_released_code():
-    """papers/pela.md: epochs, batch, learning rate, decay, κ, α, β."""
+    """papers/pela.md: epochs, batch, learning rate, decay, κ, α, β; warm-up, drop-path, clip."""
     expected = {
         "deit_b": (50, 64, 6.25e-5, 0.05, 2.0, 1.0, 0.0, "blocks", []),
         "deit3_l": (20, 16, 3.125e-5, 0.1, 2.0, 1.0, 0.0, "blocks", []),
         "swin_b": (50, 64, 1.25e-5, 0.05, 1.5, 1.0, 1.0, "pooled", ["attn.proj"]),
     }
+    # one epoch of 1,281,167 images in batches of 4 × 64 or 4 × 16, for Swin three
+    rest = {
+        "deit_b": (5004, 0.1, None), "deit3_l": (20018, 0.45, None), "swin_b": (15012, 0.5, 5.0),
+    }  # fmt: skip
     for name, numbers in expected.items():
         config = parse(FILE.replace("deit_b", name))
         h, data = config.model.init_args, config.data.init_args
         found = (config.trainer.max_epochs, data.batch_size, h.lr, h.weight_decay, h.ratio)
         assert (*found, h.alpha, h.beta, h.features, h.skip) == numbers
+        clip = config.trainer.gradient_clip_val
+        assert (h.warmup_steps, h.model_args["drop_path_rate"], clip) == rest[name]
+        losses = (h.setting, h.p, h.epsilon, h.schedule)  # also of DeiT's rows with L_rwp
+        assert losses == ("released", float("inf"), 0.0, "cosine")
         assert (data.mixup, data.cutmix, data.label_smoothing, data.random_erasing) == (
             0.8, 1.0, 0.1, 0.25,
         )  # fmt: skip

@@ -4,6 +4,7 @@ import cpu_torchvision  # noqa: F401
 
 import copy
 import math
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -131,6 +132,31 @@ def test_calibration_and_test_text_are_apart_and_each_seed_has_its_own(run):
         assert len(set(drawn)) == 8
         seen["drawn", seed] = drawn
     assert not set(seen[0]) & set(seen[1]) and seen["drawn", 0] != seen["drawn", 1]
+
+
+def test_seeds_that_would_score_the_same_windows_are_refused(run):
+    """An interval over seeds that repeat one another has no width and proves nothing."""
+    m = given(run, "plain")
+    data = language.corpus(m)
+    there = len(data.samples("test"))
+
+    def windows(seed, count):
+        return language.windows(data, replace(m, seed=seed, settings={"windows": count}))
+
+    assert len(windows(0, None)) == len(windows(0, there + 1)) == there
+    for count in (None, there, there + 1):
+        with pytest.raises(ValueError, match=f"seed 1 has no test windows.*{there} that.*seeds 1,"):
+            windows(1, count)
+    assert len(windows(there // 4 - 1, 4)) == 4
+    with pytest.raises(ValueError, match=f"each seed scores 4 of.*--seeds {there // 4}, or lower"):
+        windows(there // 4, 4)
+
+
+def test_paper_leaves_windows_for_other_seeds():
+    """WikiText-2 has 127 windows of 2,048 of SmolLM2's tokens to calibrate on, 153 to score."""
+    grid = command_line(language.EXPERIMENT, ["--preset", "paper"]).grid("language_grid")
+    assert grid["data"]["length"] == 2048
+    assert 2 * grid["calibration_windows"] <= 127 and 5 * grid["test_windows"] <= 153
 
 
 def test_the_report_says_what_was_compressed(run):

@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from torchmetrics.classification import MulticlassF1Score
 from transformers import BertConfig, BertModel, BertTokenizer
 
 from lightning_modules.self_distillation import Adaptation, Finetuning
@@ -173,6 +174,18 @@ def test_figures_1_and_3():
 
 
 @pytest.mark.parametrize("kind", ["images", "text"])
+def test_twice_the_steps_of_each_point_of_a_curve(kind):
+    run = declared(kind, "--preset", "small_steps", "--rows", "further,further_x2")
+    found = stages(run)
+    points = [steps for steps in run.grid("shared_grid", f"{kind}_grid")["steps"] if steps]
+    for steps in points:
+        for adaptation, times in (("further", 1), ("further_x2", 2)):
+            [name] = [one for one in found if one.endswith(f" adapt {adaptation} {steps} steps")]
+            lengths = found[name]["trainer.max_steps"], found[name]["trainer.max_epochs"]
+            assert lengths == (times * steps, -1), name
+
+
+@pytest.mark.parametrize("kind", ["images", "text"])
 def test_a_flag_reaches_its_stages_or_is_refused(kind, capsys):
     rows = ["--rows", "finetune,self_distillation"]
     given = ["--adapt.model.lr", "0.5", "--finetune.model.lr=0.25", "--model.weight_decay=0.125"]
@@ -191,6 +204,26 @@ def test_a_flag_reaches_its_stages_or_is_refused(kind, capsys):
     shown = capsys.readouterr().out
     for option in ("--rows", "--select", "--unlabelled", "--decoder_steps", "--init_from"):
         assert option in shown
+
+
+@pytest.mark.parametrize(
+    ("test", "accuracy", "f1"),
+    [
+        ([2, 2, 1], 2 / 3, 0.8 / 2),  # classes 0 and 3 are neither in the test part nor predicted
+        ([0, 1, 2, 3], 1 / 4, 0.4 / 4),
+        ([0, 1, 3], 0, 0),
+    ],
+)
+def test_the_largest_class_is_scored_as_the_other_rows_are(test, accuracy, f1):
+    parts = {"train": [2, 0, 2, 1, 3], "test": test}
+    data = SimpleNamespace(
+        num_classes=4, examples=lambda part: [SimpleNamespace(label=one) for one in parts[part]]
+    )
+    m = SimpleNamespace(datamodule=lambda stage: data, settings={"set": "texts"})
+    scores = {row.metric: row.value for row in measures.majority(m)}
+    assert scores == pytest.approx({"accuracy": accuracy, "f1": f1})
+    metric = MulticlassF1Score(4, average="macro")
+    assert metric(torch.full([len(test)], 2), torch.tensor(test)).item() == pytest.approx(f1)
 
 
 def finished(run, name):

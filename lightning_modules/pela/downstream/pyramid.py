@@ -43,11 +43,12 @@ def build_backbone(
 
     Raises:
         FileNotFoundError: if there is no file init_from.
-        ValueError: if init_from is low-rank and a ratio is given, or does not fit the model.
+        ValueError: if init_from is low-rank and a ratio or other ranks are given, or if it does
+            not fit the model.
     """
     model = build_vision(architecture, 0, model_args, pretrained)
     if init_from is not None:
-        _, report = start_from(model, init_from, ratio)
+        _, report = start_from(model, init_from, ratio, ranks)
         absent = report.missing + report.reshaped
         if absent:
             raise ValueError(

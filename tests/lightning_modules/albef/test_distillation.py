@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from lightning_modules.albef import Repair, skipped
 from lightning_modules.albef.alignment import Pairs, align, fuse_pairs, replay
 from lightning_modules.albef.distillation import (
     attention_scores,
@@ -14,8 +15,13 @@ from lightning_modules.albef.distillation import (
     tinybert,
 )
 from lightning_modules.albef.momentum import Momentum, Queue
-from lightning_modules.pela import Features, feature_distillation
-from tests.lightning_modules.albef.test_model import small, tokens
+from lightning_modules.pela import (
+    Features,
+    factorize,
+    feature_distillation,
+    low_rank_layers,
+)
+from tests.lightning_modules.albef.test_model import SIZES, small, tokens
 
 
 def both_run(student, teacher, padding=0):
@@ -119,3 +125,20 @@ def test_tinybert_by_hand():
         expected = expected + squares.mean()
     loss = tinybert(student, features, masks, [(logits, targets)])
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_low_rank_model_is_no_teacher(tmp_path):
+    """Least of all the student itself, which a repair of its own checkpoint would begin with."""
+    dense, repaired = tmp_path / "dense.pt", tmp_path / "repaired.pt"
+    model = small()
+    torch.save(model.state_dict(), dense)
+    torch.save(factorize(model, 2.0, skip=skipped(model)).state_dict(), repaired)
+    for start, teacher_from in ((repaired, None), (dense, repaired)):
+        module = Repair(
+            sizes=SIZES, queue_size=6, rwp_weight=0.0, init_from=start, teacher_from=teacher_from
+        )
+        refused = r"repaired\.pt is not the dense original \(.* is low-rank\).*model.teacher_from"
+        with pytest.raises(ValueError, match=refused):
+            module.build_teacher()
+    module = Repair(sizes=SIZES, queue_size=6, init_from=repaired, teacher_from=dense)
+    assert not low_rank_layers(module.build_teacher())

@@ -350,6 +350,23 @@ def test_checkpoints_load_by_themselves_and_refuse_others(files):
 
 
 @pytest.mark.parametrize("kind", ["images", "text"])
+def test_a_copied_or_saved_model_encodes_with_its_own_weights(kind, tmp_path):
+    model = alone(adaptation(kind), kind, teacher=False).model.eval()
+    torch.save(model, tmp_path / "model.pt")
+    example = batch(kind)
+    if kind == "text":
+        example.pop("labels")
+    inputs = example if kind == "text" else example[0]
+    expected = model.encode(inputs)
+    for other in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert torch.equal(other.encode(inputs), expected)
+        for parameter in other.parameters():
+            torch.nn.init.zeros_(parameter)
+        assert not other.encode(inputs).any()
+    assert torch.equal(model.encode(inputs), expected)
+
+
+@pytest.mark.parametrize("kind", ["images", "text"])
 @pytest.mark.parametrize("stage", [adaptation, finetuning])
 def test_the_distance_is_logged_as_long_as_the_start_is_known(stage, kind, files, tmp_path):
     original = str(files[kind][0])

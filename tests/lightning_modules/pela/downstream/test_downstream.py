@@ -123,6 +123,10 @@ def test_positions_are_interpolated_to_the_tasks_size(repaired):
 def test_backbones_that_do_not_fit_are_named(dense, repaired):
     with pytest.raises(ValueError, match="low-rank already, so ratio 2 would do nothing"):
         build_backbone(VIT, ARGS, init_from=repaired, ratio=2)
+    _, plan = build_backbone(VIT, ARGS, init_from=repaired)
+    assert build_backbone(VIT, ARGS, init_from=repaired, ranks=plan)[1] == plan
+    with pytest.raises(ValueError, match="low-rank already, with ranks other than those given"):
+        build_backbone(VIT, ARGS, init_from=repaired, ranks={**plan, "blocks.0.attn.qkv": 1})
     with pytest.raises(ValueError, match=r"does not fit .*: blocks.4"):
         build_backbone(VIT, {**ARGS, "depth": 6}, init_from=dense)
     with pytest.raises(ValueError, match="has no 4 feature maps"):
