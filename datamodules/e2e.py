@@ -72,14 +72,6 @@ class E2EData(PromptedData):
             )
         self.root, self.source, self.format = root, source, format
 
-    def rows(self, part: str) -> list[Row]:
-        """The rows of "train", "val" or "test", in order; see `TokenizedData.examples`."""
-        return self.examples(part)
-
-    def meaning_representations(self, part: str) -> list[str]:
-        """The different MRs of a part, in order of first appearance."""
-        return self.prompts(part)
-
     def load(self, part: str) -> list[Row]:
         name = _FILES[self.format]["test" if part == "predict" else part]
         if self.source == "generated":

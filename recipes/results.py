@@ -17,7 +17,6 @@ report is a function of that table, so that it can be written again without trai
     scatter(table, out / "glue.png", "score", {"tuned": "tuned parameters"}, panel="set",
             titles=rows, baselines=["head"], log=True, scale=100, ylabel="score, %")  # plots.py
     write_report(out, ["# GLUE", provenance(run, table), glue.markdown(), "![](glue.png)"])
-    paired(table, "score", "lora", mean_over="set")  # a DataFrame: row, mean, low, high, sd, n
 
 The difference between two rows is paired by seed, since runs with the same seed share data and
 initial weights, and has the 95 % interval of Student's t distribution, since seeds are few.
@@ -217,44 +216,6 @@ def difference(
     sd = float(paired_values.std(ddof=1))
     half = float(stats.t.ppf((1 + confidence) / 2, n - 1)) * sd / math.sqrt(n)
     return Difference(mean, mean - half, mean + half, sd, n)
-
-
-def paired(
-    table: pd.DataFrame,
-    metric: str,
-    reference: str,
-    where: Where | None = None,
-    mean_over: str = "",
-    index: str = "row",
-) -> pd.DataFrame:
-    """Every row's difference to the reference row, by seed.
-
-    Args:
-        table: the tidy table.
-        metric: the compared metric.
-        reference: value of `index` that the others are compared with.
-        where: see `by_seed`.
-        mean_over: see `by_seed`.
-        index: the column whose values are compared.
-
-    Returns:
-        A line for each value of `index` but the reference: index, mean, low, high, sd, n.
-
-    Raises:
-        ValueError: if the reference has no such metric.
-    """
-    names = list(unique(select(table, {"metric": metric, "x": None, **(where or {})}), index))
-    if reference not in names:
-        raise ValueError(f"no {metric!r} of the {index} {reference!r}: expected one of {names}")
-    values = {
-        name: by_seed(table, metric, {**(where or {}), index: name}, mean_over) for name in names
-    }
-    differences = [
-        {index: name, **vars(difference(values[name], values[reference]))}
-        for name in names
-        if name != reference
-    ]
-    return pd.DataFrame(differences, columns=[index, "mean", "low", "high", "sd", "n"])
 
 
 def unique(table: pd.DataFrame, column: str) -> Iterable[Any]:
