@@ -1,9 +1,9 @@
 """What executing a node does: train a stage, or measure; in this process or in a worker."""
 
 import contextlib
-import importlib
 import json
 import logging
+import pkgutil
 import shutil
 import signal
 import subprocess
@@ -157,8 +157,7 @@ class MeasurementTask:
 def measure(task: MeasurementTask, on_progress: ProgressCallback) -> None:
     """Call the measurement's function, and write its rows."""
     on_progress("measures")
-    module, _, name = task.function.partition(":")
-    function = getattr(importlib.import_module(module), name)
+    function = pkgutil.resolve_name(task.function)
     folder, seed = task.measuring.folder, task.measuring.seed
     L.seed_everything(seed, verbose=False)
     with timed(folder):

@@ -18,6 +18,7 @@ from recipes.albef import compression, use
 from recipes.cli import parse, presets
 from recipes.experiment import Stage
 from recipes.ledger import ROOT
+from recipes.records import instance_of
 from recipes.results import read
 from recipes.runner import command_line
 from tests.recipes.report_checks import check_reports_of_parts
@@ -90,7 +91,7 @@ def test_chance_is_the_recall_of_random_scores(run):
     """Both directions; with several captions a picture has more than one right answer."""
     table = read(run.out)
     chance = table[(table.row == "chance") & (table.set == "retrieval")].set_index("metric").value
-    entries = run.datamodule("retrieval").entries("test")
+    entries = instance_of(run.parsed("retrieval").data.as_dict()).entries("test")
     pictures = torch.arange(len(entries))
     texts = pictures.repeat_interleave(torch.tensor([len(entry.captions) for entry in entries]))
     generator = torch.Generator().manual_seed(0)
