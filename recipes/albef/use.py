@@ -24,6 +24,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from datamodules.captions import read_picture, usable
 from datamodules.image_text import ImageTextData
+from datamodules.tables import open_lines
 from lightning_modules.albef import VQA, Retrieval
 from lightning_modules.albef.retrieval import Gallery, rerank
 from recipes.albef.measures import show
@@ -195,8 +196,7 @@ def page(rows: pd.DataFrame, title: str, file: Path, shown: int = 8) -> None:
 def sentences_of(given: Sequence[str]) -> list[str]:
     """The given sentences, or the lines of the one text file that is given instead."""
     if len(given) == 1 and Path(given[0]).is_file():
-        lines = Path(given[0]).read_text(encoding="utf-8").splitlines()
-        return [line for line in lines if line.strip()]
+        return [line for line in open_lines(given[0]) if line.strip()]
     return list(given)
 
 

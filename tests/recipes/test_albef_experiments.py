@@ -209,6 +209,13 @@ def test_search_and_match_on_ones_own_pictures(run, pictures, tmp_path, monkeypa
     torch.testing.assert_close(together[:, 0], apart[0][:, 0], rtol=1e-3, atol=1e-3)
 
 
+def test_a_sentence_of_a_file_is_a_line(tmp_path):
+    """Lines end as in any text file, not at U+2028, which Unicode takes for a line's end too."""
+    file = tmp_path / "sentences.txt"
+    file.write_text("a red\u2028disc\n\na square\n", encoding="utf-8")
+    assert use.sentences_of([str(file)]) == ["a red\u2028disc", "a square"]
+
+
 def test_a_question_on_a_picture(run, pictures, tmp_path):
     checkpoint = run.out / "seed0" / "vqa_pela_k3" / "checkpoints" / "last.ckpt"
     picture = next(pictures.iterdir())
