@@ -346,12 +346,11 @@ def put_aside(folder: Path) -> list[Path]:
 
 def task_of(node: Node, quiet: bool) -> Task:
     """The task that executes a node."""
+    log = node.folder / "node.log"
     if isinstance(node, Stage):
-        training = Training(node.title, finished(node), node.run.flags.several(), quiet)
-        return Task(node.title, train, training, node.folder / "node.log")
+        return Task(train, Training(finished(node), node.run.flags.several(), quiet), log)
     assert isinstance(node, Measurement)
     task = MeasurementTask(
-        node.title,
         node.function_name,
         Measuring(
             node.seed,
@@ -361,7 +360,7 @@ def task_of(node: Node, quiet: bool) -> Task:
         ),
         {"experiment": node.run.name, "preset": node.run.preset, "stage": node.name},
     )
-    return Task(node.title, measure, task, node.folder / "node.log")
+    return Task(measure, task, log)
 
 
 def prepare(node: Node) -> None:

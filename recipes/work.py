@@ -32,13 +32,11 @@ class Training:
     """A stage as it is sent to the process that trains it.
 
     Attributes:
-        title: the node's title.
         node: the node's folder and settings.
         several: whether it trains on several devices.
         quiet: whether to leave out Lightning's progress bar.
     """
 
-    title: str
     node: Finished
     several: bool
     quiet: bool
@@ -142,13 +140,11 @@ class MeasurementTask:
     """A measurement as it is sent to the process that executes it.
 
     Attributes:
-        title: the node's title.
         function: the function as "module:name".
         measuring: the function's argument.
         columns: the table's columns that are the same for all its rows, without the seed.
     """
 
-    title: str
     function: str
     measuring: Measuring
     columns: dict[str, str]
