@@ -193,15 +193,12 @@ class Difference:
         return f"{self.mean * scale:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
 
 
-def difference(
-    values: pd.Series, reference: pd.Series | float, confidence: float = 0.95
-) -> Difference:
-    """Values minus reference, paired by seed: mean ± t · sd / √n, n − 1 degrees of freedom.
+def difference(values: pd.Series, reference: pd.Series | float) -> Difference:
+    """Values minus reference, paired by seed: mean ± t(0.975) · sd / √n, n − 1 degrees of freedom.
 
     Args:
         values: values indexed by seed, as from `by_seed`.
         reference: likewise, or a number. Seeds that only one of the two has are left out.
-        confidence: confidence level of the interval.
     """
     if isinstance(reference, pd.Series):
         shared = values.index.intersection(reference.index)
@@ -214,7 +211,7 @@ def difference(
     if n == 1:
         return Difference(mean, math.nan, math.nan, math.nan, 1)
     sd = float(paired_values.std(ddof=1))
-    half = float(stats.t.ppf((1 + confidence) / 2, n - 1)) * sd / math.sqrt(n)
+    half = float(stats.t.ppf(0.975, n - 1)) * sd / math.sqrt(n)
     return Difference(mean, mean - half, mean + half, sd, n)
 
 

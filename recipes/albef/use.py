@@ -180,9 +180,8 @@ def pictures_in(folder: str | Path) -> list[Path]:
     return found
 
 
-def page(rows: pd.DataFrame, title: str, file: Path, shown: int = 8) -> None:
-    """Save a page with the best pictures of a search."""
-    rows = rows.head(shown)
+def page(rows: pd.DataFrame, title: str, file: Path) -> None:
+    """Save a page with the eight best pictures of a search."""
     figure, axes = plt.subplots(2, 4, figsize=(11, 6), squeeze=False)
     for axis in axes.flat:
         axis.axis("off")
