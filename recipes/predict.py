@@ -41,7 +41,7 @@ from lightning_modules.decoding import generate
 from lightning_modules.matformer.costs import choose
 from lightning_modules.vera import load_adapter
 from lightning_modules.weights import read_checkpoint
-from recipes.records import write_atomically
+from recipes.results import write_atomically
 from recipes.tables import Table
 
 SHOWN = 20  # rows in the terminal; the file has all

@@ -229,15 +229,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
     """Write a node's record: fingerprint, whether it is finished, seconds, origins."""
-    write_atomically(folder / RECORD, json.dumps(record, indent=1) + "\n")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file atomically: others read the old or the new text, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)
+    results.write_atomically(folder / RECORD, json.dumps(record, indent=1) + "\n")
 
 
 def read_history(folder: Path) -> dict[str, list[float]]:

@@ -90,17 +90,21 @@ def write(path: str | Path, table: pd.DataFrame) -> None:
     Raises:
         ValueError: if two lines have the same KEY.
     """
-    path = Path(path)
     table = _typed(table)
     duplicates = table[table.duplicated(KEY)]
     if len(duplicates):
         line = dict(duplicates.iloc[0][KEY])
         raise ValueError(f"two lines of the table hold the same number: {line}; expected one")
     table = table.sort_values(["experiment", "preset", "seed"], kind="stable")
+    write_atomically(Path(path), table.to_csv(index=False))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file atomically: others read the old or the new text, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    table.to_csv(unfinished, index=False)
-    unfinished.replace(path)
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
 
 
 def _typed(table: pd.DataFrame) -> pd.DataFrame:
@@ -227,9 +231,8 @@ def title_of(value: Any) -> str:
 
 
 def write_report(out: Path, paragraphs: Sequence[str]) -> Path:
-    """Write report.md, and print where it is."""
-    out.mkdir(parents=True, exist_ok=True)
+    """Write report.md atomically, in UTF-8, and print where it is."""
     report = out / "report.md"
-    report.write_text("\n\n".join(one for one in paragraphs if one) + "\n")
+    write_atomically(report, "\n\n".join(one for one in paragraphs if one) + "\n")
     print(f"report: {report}")
     return report

@@ -16,8 +16,8 @@ from lightning_modules.self_distillation import distance
 from lightning_modules.self_distillation.mae_checkpoint import to_timm
 from lightning_modules.weights import fingerprint, read_state_dict
 from recipes.experiment import Measuring
-from recipes.records import Finished, type_of, write_atomically
-from recipes.results import Row
+from recipes.records import Finished, type_of
+from recipes.results import Row, write_atomically
 
 ORIGINAL = "original.ckpt"
 

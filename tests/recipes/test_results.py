@@ -1,6 +1,9 @@
 """The tidy table: files, tables, paired comparisons, plots."""
 
 import math
+import os
+import subprocess
+import sys
 
 import matplotlib.image
 import pandas as pd
@@ -76,6 +79,16 @@ class TestFile:
         with pytest.raises(OSError, match="No space"):
             write(tmp_path / "results.csv", example("tiny"))
         assert (tmp_path / "results.csv").read_bytes() == before
+
+    def test_a_report_is_utf_8_in_any_locale(self, tmp_path):
+        """The ledger reads it as UTF-8."""
+        code = "import sys; from pathlib import Path; from recipes.results import write_report; "
+        code += r"write_report(Path(sys.argv[1]), ['\u03ba \u2264 2', '', 'so'])"
+        ascii_locale = {"LC_ALL": "C", "PYTHONUTF8": "0"}
+        command = [sys.executable, "-c", code, str(tmp_path / "new")]
+        subprocess.run(command, env={**os.environ, **ascii_locale}, check=True)
+        [report] = (tmp_path / "new").iterdir()  # and no half-written file beside it
+        assert report.read_text(encoding="utf-8") == "κ ≤ 2\n\nso\n"
 
     def test_one_number_has_one_line(self, tmp_path):
         with pytest.raises(ValueError, match=r"same number.*'row': 'lora'.*expected one"):
