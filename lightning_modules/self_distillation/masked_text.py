@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_modules.labels import IGNORED
 from lightning_modules.modes import precise
-
-IGNORED = -100
 
 
 def mask_tokens(
