@@ -5,7 +5,6 @@ Flickr30k, SBU, Conceptual Captions), a csv or text file with the columns image 
 (Flickr8k), and Flickr8k's `name.jpg#0<tab>caption`.
 """
 
-import json
 import logging
 import re
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from typing import Any, Literal
 from PIL import Image
 
 from datamodules.images import read_image
-from datamodules.tables import csv_cells, named_cells, open_lines
+from datamodules.tables import csv_cells, named_cells, open_lines, read_json
 
 log = logging.getLogger(__name__)
 BadImages = Literal["refuse", "skip"]
@@ -45,10 +44,6 @@ def read_captions(file: Path) -> list[Captioned]:
         ValueError: its format is not known, it has no images, or a row has more or fewer cells
             than the header.
     """
-    if not file.is_file():
-        raise FileNotFoundError(
-            f"{file} is missing, expected a list of images and captions: correct --data.files."
-        )
     captions: dict[str, list[str]] = {}
     for image, caption in _pairs(file):
         captions.setdefault(image, []).extend([caption] if isinstance(caption, str) else caption)
@@ -79,21 +74,6 @@ def _pairs(file: Path) -> list[tuple[str, str | list[str]]]:
         )
     # a caption with a comma but without quotation marks makes a row too long
     return [(row["image"], row["caption"]) for _, row in named_cells(file, header, rows)]
-
-
-def read_json(file: Path) -> Any:
-    """The content of a json file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is no json.
-    """
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing, expected a json list: correct --data.files.")
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is no json ({error}): fetch or write it again.") from error
 
 
 def require_keys(file: Path, place: int, entry: Any, keys: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 from torch.utils.data import Dataset
 
-from datamodules.loading import PartsData
+from datamodules.loading import PartsData, require_choice
 from datamodules.tables import column_error
 from datamodules.token_files import (
     Blocks,
@@ -92,8 +92,7 @@ class CorpusData(PartsData):
         **kwargs: Any,
     ) -> None:
         super().__init__(batch_size=batch_size, **kwargs)
-        if source not in get_args(Source):
-            raise ValueError(f"source is {source!r}, expected {', '.join(get_args(Source))}.")
+        require_choice("source", source, get_args(Source))
         if (source == "python") != (train is None):
             raise ValueError(
                 f"source is {source} and train is {train!r}: set --data.train to files or to the "

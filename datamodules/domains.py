@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from datamodules.loading import data_folder
+from datamodules.loading import data_folder, require_choice
 from datamodules.tables import open_lines, read_class
 from datamodules.text import Example, SentenceData
 
@@ -41,8 +41,7 @@ class DomainData(SentenceData):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if source not in get_args(Source):
-            raise ValueError(f"source is {source!r}, expected folder or generated.")
+        require_choice("source", source, get_args(Source))
         self.folder_name, self.root, self.source = name, root, source
         self._names: list[str] = []
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
-from datamodules.loading import data_folder, draw
+from datamodules.loading import data_folder, draw, require_choice
 from datamodules.prompted import PromptedData, group
-from datamodules.tables import column_error, open_lines
+from datamodules.tables import csv_cells, named_cells, open_lines
 from datamodules.tokens import encode
 
 Format = Literal["official", "lora"]
@@ -62,23 +62,13 @@ class E2EData(PromptedData):
         **kwargs: Any,
     ) -> None:
         super().__init__(max_length=max_length, batch_size=batch_size, **kwargs)
-        if source not in ("folder", "generated"):
-            raise ValueError(f"source is {source!r}, expected folder or generated.")
-        if format not in get_args(Format):
-            raise ValueError(f"format is {format!r}, expected official or lora.")
+        require_choice("source", source, ("folder", "generated"))
+        require_choice("format", format, get_args(Format))
         if source == "generated" and format != "official":
             raise ValueError(
                 f"format is {format!r}, expected official, which the generator writes."
             )
         self.root, self.source, self.format = root, source, format
-
-    def rows(self, part: str) -> list[Row]:
-        """The rows of "train", "val" or "test", in order; see `TokenizedData.examples`."""
-        return self.examples(part)
-
-    def meaning_representations(self, part: str) -> list[str]:
-        """The different MRs of a part, in order of first appearance."""
-        return self.prompts(part)
 
     def load(self, part: str) -> list[Row]:
         name = _FILES[self.format]["test" if part == "predict" else part]
@@ -119,21 +109,14 @@ def read_e2e(path: str | Path) -> list[Row]:
         FileNotFoundError: there is no such file.
         ValueError: another header, or a row of the wrong length (file and line).
     """
-    reader = csv.reader(line + "\n" for line in open_lines(path))
-    header = [name.strip().lower() for name in next(reader)]
+    (_, names), *rows = csv_cells(open_lines(path))
+    header = [name.strip().lower() for name in names]
     if header not in (["mr", "ref"], ["mr"]):
         raise ValueError(
             f"{path}, line 1: the columns are {', '.join(header)}, expected mr and ref, or MR "
             "alone: give an official file of E2E."
         )
-    rows = []
-    for cells in reader:
-        if not cells:
-            continue
-        if len(cells) != len(header):
-            raise column_error(path, reader.line_num, len(cells), len(header))
-        rows.append(Row(cells[0], cells[1] if len(cells) == 2 else None))
-    return rows
+    return [Row(row["mr"], row.get("ref")) for _, row in named_cells(path, header, rows)]
 
 
 def read_lora(path: str | Path) -> list[Row]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from datamodules.loading import data_folder, hold_out, require_share
+from datamodules.loading import data_folder, hold_out, require_choice, require_share
 from datamodules.tables import column_error, hub_rows, open_lines, read_class, read_score
 from datamodules.text import Example, SentenceData
 
@@ -123,10 +123,8 @@ class GLUEData(SentenceData):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if source not in get_args(Source):
-            raise ValueError(f"source is {source!r}, expected folder, hub or generated.")
-        if bad_rows not in ("error", "skip"):
-            raise ValueError(f"bad_rows is {bad_rows!r}, expected error or skip.")
+        require_choice("source", source, get_args(Source))
+        require_choice("bad_rows", bad_rows, ("error", "skip"))
         self.task_name, self.task = task, find_task(task)
         self.root, self.folder_name = root, folder or self.task.folder
         require_share(val_fraction, "0 to validate on the development part")

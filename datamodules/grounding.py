@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from datamodules.captions import Captioned, read_json, require_keys
+from datamodules.captions import Captioned, require_keys
 from datamodules.image_text import CaptionData
+from datamodules.tables import read_json
 
 
 @dataclass(frozen=True)

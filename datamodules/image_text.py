@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from timm.data import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from timm.data.auto_augment import RandAugment, rand_augment_ops
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from datamodules.captions import BadImages, Captioned, plain, read_captions, read_picture, usable
-from datamodules.loading import PartsData, data_folder, hold_out
+from datamodules.loading import PartsData, data_folder, hold_out, require_choice
 from datamodules.shapes import write
 from datamodules.tables import read_table
 from datamodules.tokens import filling, load_tokenizer, pad, tokenizer_from, tokenizer_state
 
-CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # ALBEF's RandAugment: nothing that changes colours. Its tenth operation does nothing, and each is
 # done with probability ½: with the nine others alone that is a probability of 0.45.
 AUGMENTATIONS = [
@@ -69,16 +69,14 @@ class ImageTextData(PartsData):
         min_crop: float = 0.5,
         hflip: float = 0.5,
         augment: bool = True,
-        mean: tuple[float, float, float] = CLIP_MEAN,
-        std: tuple[float, float, float] = CLIP_STD,
+        mean: tuple[float, float, float] = OPENAI_CLIP_MEAN,
+        std: tuple[float, float, float] = OPENAI_CLIP_STD,
         generate: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(batch_size=batch_size, **kwargs)
-        if bad_images not in ("refuse", "skip"):
-            raise ValueError(f"bad_images is {bad_images!r}, expected refuse or skip.")
-        if source not in ("folder", "generated"):
-            raise ValueError(f"source is {source!r}, expected folder or generated.")
+        require_choice("bad_images", bad_images, ("refuse", "skip"))
+        require_choice("source", source, ("folder", "generated"))
         self.root, self.list_folder, self.source = root, name, source
         self.generate = generate or {}
         self.files, self.images, self.bad_images = files, images, bad_images
@@ -133,9 +131,17 @@ class ImageTextData(PartsData):
         raise NotImplementedError
 
     def list_files(self, part: str, default: str) -> list[Path]:
-        """The list files of a part: those of `files`, or else the default one."""
-        names = (self.files or {}).get(part, [default])
-        return [self.folder / name for name in names]
+        """The list files of a part: those of `files`, or else the default one.
+
+        Raises:
+            FileNotFoundError: one of them is missing.
+        """
+        files = [self.folder / name for name in (self.files or {}).get(part, [default])]
+        if missing := [file for file in files if not file.is_file()]:
+            raise FileNotFoundError(
+                f"{missing[0]} is missing, expected a list of pictures: correct --data.files."
+            )
+        return files
 
     def path(self, image: str) -> Path:
         """The path of an image that a list names."""

@@ -1,6 +1,5 @@
 """Pictures with a sentence to judge (SNLI-VE) or a question to answer (VQA v2)."""
 
-import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from datamodules.captions import plain, read_json, require_keys
+from datamodules.captions import plain, require_keys
 from datamodules.image_text import ImageTextData
+from datamodules.tables import json_lines, read_json
 
 RELATIONS = ("contradiction", "neutral", "entailment")  # 0, 1, 2 as in ALBEF
 
@@ -41,11 +41,14 @@ class EntailmentData(ImageTextData):
         official = [f"{stem}_{p}.{end}" for stem, end in (("ve", "json"), ("snli_ve", "jsonl"))
                     for p in ((part,) if part != "val" else ("val", "dev"))]  # fmt: skip
         default = next((n for n in official if (self.folder / n).is_file()), official[0])
-        entries = []
+        judged = []
         for file in self.list_files(part, default):
-            for entry in _lines(file) if file.suffix == ".jsonl" else read_json(file):
-                entries.append(self._judged(file, entry))
-        return entries
+            lines = file.suffix == ".jsonl"
+            entries = [entry for _, entry in json_lines(file)] if lines else read_json(file)
+            # the label "-" means that the annotators did not agree
+            agreed = (entry for entry in entries if entry.get("gold_label") != "-")
+            judged += [self._judged(file, entry) for entry in agreed]
+        return judged
 
     def _judged(self, file: Path, entry: dict[str, Any]) -> Judged:
         image = str(entry.get("image", entry.get("Flickr30K_ID")))
@@ -230,19 +233,3 @@ def vqa_scores(answers: tuple[str, ...]) -> dict[str, float]:
         # a single answer (Visual Genome's) counts as right
         scores[answer] = total / people if people > 1 else 1.0
     return scores
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing, expected json lines: correct --data.files.")
-    entries = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        if line:
-            try:
-                entries.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{file}, line {number}, is no json ({error}): correct it."
-                ) from error
-    # the label "-" means that the annotators did not agree
-    return [entry for entry in entries if entry.get("gold_label") != "-"]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision import transforms as T
 
-from datamodules.loading import PartsData
+from datamodules.loading import PartsData, require_choice
 
 Item = tuple[Any, int]  # (argument of `read`, label)
 Augmentation = Literal["timm", "light", "none"]
@@ -176,8 +176,7 @@ class ImageData(PartsData):
         val_fraction: float = 0.0,
     ) -> None:
         super().__init__(batch_size, eval_batch_size, num_workers, seed, repeats)
-        if augmentation not in get_args(Augmentation):
-            raise ValueError(f"augmentation is {augmentation!r}, expected timm, light or none.")
+        require_choice("augmentation", augmentation, get_args(Augmentation))
         if not 0 <= val_fraction <= 1:
             raise ValueError(f"val_fraction is {val_fraction}, expected a share between 0 and 1.")
         if val_per_class is not None and (per_class is None or val_per_class < 1):

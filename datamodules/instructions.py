@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from datamodules.loading import data_folder, hold_out, require_share
+from datamodules.loading import data_folder, hold_out, require_choice, require_share
 from datamodules.prompted import PromptedData
-from datamodules.tables import open_lines
+from datamodules.tables import json_lines, read_json
 from datamodules.tokens import encode
 
 # Alpaca's prompts, with which Alpaca and many later models were trained
@@ -76,8 +76,7 @@ class InstructionData(PromptedData):
         **kwargs: Any,
     ) -> None:
         super().__init__(max_length=max_length, batch_size=batch_size, **kwargs)
-        if source not in ("folder", "generated"):
-            raise ValueError(f"source is {source!r}, expected folder or generated.")
+        require_choice("source", source, ("folder", "generated"))
         require_share(val_fraction, "0.05, or set 0 to train on everything")
         self.root, self.file, self.source = root, file, source
         self.val_fraction = val_fraction
@@ -132,10 +131,7 @@ def read_questions(path: str | Path) -> list[Question]:
         ValueError: a line is no JSON object with question_id, category and a list of turns.
     """
     questions = []
-    for number, line in enumerate(open_lines(path), start=1):
-        if not line.strip():
-            continue
-        entry = _parse(line, f"{path}, line {number}")
+    for number, entry in json_lines(path):
         try:
             question = Question(*(entry[key] for key in Question._fields))
         except (KeyError, TypeError):
@@ -155,16 +151,15 @@ def read_instructions(path: str | Path) -> list[Instruction]:
         ValueError: the file is no JSON list of objects, or an entry lacks a key or has a value that
             is not text (with file and number of the entry or line, from 1).
     """
-    suffix, lines = Path(path).suffix.lower(), open_lines(path)
+    suffix = Path(path).suffix.lower()
     if suffix not in (".json", ".jsonl"):
         raise ValueError(
             f"{path} ends in {suffix or 'nothing'}, expected .json or .jsonl: rename the file."
         )
     if suffix == ".jsonl":
-        numbered = [(f"{path}, line {n}", line) for n, line in enumerate(lines, start=1)]
-        places = {place: _parse(line, place) for place, line in numbered if line.strip()}
+        places = {f"{path}, line {number}": entry for number, entry in json_lines(path)}
     else:
-        entries = _parse("\n".join(lines), str(path))
+        entries = read_json(path)
         if not isinstance(entries, list):
             raise ValueError(
                 f"{path} holds a {type(entries).__name__}, expected a list of objects with the "
@@ -172,13 +167,6 @@ def read_instructions(path: str | Path) -> list[Instruction]:
             )
         places = {f"{path}, entry {n}": entry for n, entry in enumerate(entries, start=1)}
     return [_instruction(entry, place) for place, entry in places.items()]
-
-
-def _parse(text: str, place: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place}: this is no JSON ({error}): repair the file.") from error
 
 
 def _instruction(entry: Any, place: str) -> Instruction:

@@ -15,7 +15,7 @@ choose among them.
 import hashlib
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -339,6 +339,17 @@ def draw(items: list, count: int | None, seed: int) -> list:
         return items
     chosen = np.random.default_rng(seed).permutation(len(items))[:count]
     return [items[place] for place in sorted(chosen.tolist())]
+
+
+def require_choice(setting: str, value: str, choices: Collection[str]) -> None:
+    """Refuse a setting's value that is none of these.
+
+    Raises:
+        ValueError: naming the setting, the value and the choices.
+    """
+    if value not in choices:
+        *others, last = choices
+        raise ValueError(f"{setting} is {value!r}, expected {', '.join(others)} or {last}.")
 
 
 def require_share(val_fraction: float, cure: str) -> None:

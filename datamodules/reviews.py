@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from datamodules.loading import data_folder, hold_out
+from datamodules.loading import data_folder, hold_out, require_choice
 from datamodules.tables import hub_rows, open_lines
 from datamodules.text import Example, SentenceData
 
@@ -41,10 +41,8 @@ class ReviewData(SentenceData):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if name not in ("rotten_tomatoes", "imdb"):
-            raise ValueError(f"name is {name!r}, expected rotten_tomatoes or imdb.")
-        if source not in get_args(Source):
-            raise ValueError(f"source is {source!r}, expected folder or hub.")
+        require_choice("name", name, ("rotten_tomatoes", "imdb"))
+        require_choice("source", source, get_args(Source))
         self.name: str = name
         self.root, self.source = root, source
 

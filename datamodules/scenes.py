@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from PIL import ImageDraw
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torchvision.transforms import v2
 
-from datamodules.loading import PartsData, data_folder
-
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+from datamodules.loading import PartsData, data_folder, require_choice
 
 
 class SceneData(PartsData):
@@ -38,14 +37,13 @@ class SceneData(PartsData):
         source: Literal["folder", "generated"] = "folder",
         image_size: int = 512,
         batch_size: int = 2,
-        mean: tuple[float, float, float] = IMAGENET_MEAN,
-        std: tuple[float, float, float] = IMAGENET_STD,
+        mean: tuple[float, float, float] = IMAGENET_DEFAULT_MEAN,
+        std: tuple[float, float, float] = IMAGENET_DEFAULT_STD,
         generate: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(batch_size=batch_size, **kwargs)
-        if source not in ("folder", "generated"):
-            raise ValueError(f"source is {source!r}, expected folder or generated.")
+        require_choice("source", source, ("folder", "generated"))
         self.root, self.source, self.generate = root, source, generate
         self.image_size, self.mean, self.std = image_size, mean, std
         self._scratch: tempfile.TemporaryDirectory | None = None

@@ -1,8 +1,8 @@
-"""Reading text: lines, tables with named columns, sets of the `datasets` library, labels."""
+"""Reading text: lines, JSON, tables with named columns, sets of the `datasets` library, labels."""
 
 import csv
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,38 @@ def open_lines(path: str | Path) -> list[str]:
     return lines
 
 
+def parse_json(text: str, place: str) -> Any:
+    """The content of a JSON text. Raises ValueError with the place if it is no JSON."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{place}: this is no JSON ({error}): repair it, or fetch or write it again."
+        ) from error
+
+
+def read_json(path: str | Path) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is empty, not UTF-8 or no JSON.
+    """
+    return parse_json("\n".join(open_lines(path)), str(path))
+
+
+def json_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
+    """The content of each line of a JSON Lines file, with its number; empty lines are left out.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is empty or not UTF-8, or a line is no JSON.
+    """
+    for number, line in enumerate(open_lines(path), start=1):
+        if line.strip():
+            yield number, parse_json(line, f"{path}, line {number}")
+
+
 def column_error(path: str | Path, line: int, count: int, expected: int) -> ValueError:
     """The error of a row that has more or fewer columns than its header."""
     return ValueError(
@@ -78,18 +110,10 @@ def read_table(path: str | Path, columns: Sequence[str]) -> list[tuple[int, dict
         ValueError: an unknown ending, a column that is missing, a row of the wrong length or a
             line that is no JSON object.
     """
-    suffix, lines = Path(path).suffix.lower(), open_lines(path)
+    suffix = Path(path).suffix.lower()
     if suffix == ".jsonl":
         rows: list[tuple[int, dict[str, str]]] = []
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                found = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{path}, line {number}: this is no JSON ({error}): repair the line."
-                ) from error
+        for number, found in json_lines(path):
             if not isinstance(found, dict):
                 raise ValueError(
                     f"{path}, line {number}: this is a {type(found).__name__}, expected an object "
@@ -98,7 +122,7 @@ def read_table(path: str | Path, columns: Sequence[str]) -> list[tuple[int, dict
             _require(columns, found, f"{path}, line {number}")
             rows.append((number, {name: _as_text(value) for name, value in found.items()}))
         return rows
-    header = table_columns(path)
+    header, lines = table_columns(path), open_lines(path)
     if suffix == ".txt" and all(_is_object(line) for line in lines[:3]):
         raise ValueError(
             f"{path} holds JSON objects, expected a sentence on each line of a .txt: let its name "

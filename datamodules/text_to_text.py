@@ -21,17 +21,16 @@ import json
 import random
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch.utils.data import Dataset
 
-from datamodules.loading import data_folder, hold_out, require_share
-from datamodules.prompted import PromptedData
-from datamodules.tables import hub_rows, open_lines, read_table
-from datamodules.tokens import encode, filling, framed, pad
+from datamodules.loading import data_folder, hold_out, require_choice, require_share
+from datamodules.prompted import PromptedData, TeacherForcedSet
+from datamodules.tables import hub_rows, json_lines, open_lines, read_json, read_table
+from datamodules.tokens import encode, filling, framed
 
 Source = Literal["folder", "hub", "generated"]
 Form = Literal["squad", "nq_open", "samsum", "multi_news", "columns"]
@@ -83,10 +82,8 @@ class TextToTextData(PromptedData):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if form not in get_args(Form):
-            raise ValueError(f"form is {form!r}, expected one of {', '.join(get_args(Form))}.")
-        if source not in get_args(Source):
-            raise ValueError(f"source is {source!r}, expected folder, hub or generated.")
+        require_choice("form", form, get_args(Form))
+        require_choice("source", source, get_args(Source))
         if source == "hub" and (form not in HUB or files):
             raise ValueError(
                 f"form is {form!r} and files is {files}, expected one of {', '.join(HUB)} without "
@@ -159,19 +156,8 @@ class TextToTextData(PromptedData):
         return EncoderDecoderSet(pairs, filling(self.tokenizer))
 
 
-class EncoderDecoderSet(Dataset):
-    """Map-style dataset of inputs, and of targets as `labels`.
-
-    Args:
-        pairs: the tokens of input and target.
-        fill: padding values, by key.
-    """
-
-    def __init__(self, pairs: Sequence[tuple[list[int], list[int]]], fill: dict[str, int]) -> None:
-        self.pairs, self.collate = pairs, partial(pad, fill=fill)
-
-    def __len__(self) -> int:
-        return len(self.pairs)
+class EncoderDecoderSet(TeacherForcedSet):
+    """The inputs alone, and the targets as `labels`."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         ids, target = self.pairs[index]
@@ -189,7 +175,7 @@ def read_squad(path: Path) -> Iterator[Pair]:
     The question comes first, since an input that is too long loses its end.
     """
     with _shape(path, "SQuAD's"):
-        for article in _json(path)["data"]:
+        for article in read_json(path)["data"]:
             for paragraph in article["paragraphs"]:
                 for question in paragraph["qas"]:
                     answers = [answer["text"] for answer in question["answers"]]
@@ -200,16 +186,14 @@ def read_squad(path: Path) -> Iterator[Pair]:
 def read_nq_open(path: Path) -> Iterator[Pair]:
     """Pairs of a question with each of its answers."""
     with _shape(path, "NQ-Open's"):
-        for number, line in enumerate(open_lines(path), start=1):
-            if line.strip():
-                row = _parse(line, f"{path}, line {number}")
-                yield from _answered(row["question"], row["answer"])
+        for _, row in json_lines(path):
+            yield from _answered(row["question"], row["answer"])
 
 
 def read_samsum(path: Path) -> Iterator[Pair]:
     """Pairs of a dialogue and its summary."""
     with _shape(path, "SAMSum's"):
-        for row in _json(path):
+        for row in read_json(path):
             yield Pair(row["dialogue"], row["summary"])
 
 
@@ -320,17 +304,6 @@ class _shape:
                 f"{self.path} is not in {self.whose} form ({type(error).__name__}: {error}): see "
                 "datamodules/text_to_text.py for what is expected."
             ) from error
-
-
-def _json(path: Path) -> Any:
-    return _parse("\n".join(open_lines(path)), str(path))
-
-
-def _parse(text: str, place: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place} is no JSON ({error}): fetch or write it again.") from error
 
 
 # Generated data in the same format.

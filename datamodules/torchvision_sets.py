@@ -6,6 +6,7 @@ from PIL import Image
 from torchvision import datasets
 
 from datamodules.images import ImageData, Item, Splits
+from datamodules.loading import require_choice
 
 
 class Source(NamedTuple):
@@ -53,8 +54,7 @@ class TorchvisionData(ImageData):
         self, dataset: str, download: bool = False, train_on_val: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
-        if dataset not in SOURCES:
-            raise ValueError(f"dataset is {dataset!r}, expected one of {', '.join(SOURCES)}.")
+        require_choice("dataset", dataset, SOURCES)
         if train_on_val and not SOURCES[dataset].val:
             raise ValueError(f"train_on_val is true, but {dataset} has no validation part.")
         self.dataset, self.download, self.train_on_val = dataset, download, train_on_val

@@ -238,16 +238,11 @@ def rouge_l(outputs: Sequence[list[str]], references: Sequence[Sequence[list[str
     return total / len(outputs)
 
 
-def cider(
-    outputs: Sequence[list[str]],
-    references: Sequence[Sequence[list[str]]],
-    max_ngram: int = 4,
-    sigma: float = 6.0,
-) -> float:
+def cider(outputs: Sequence[list[str]], references: Sequence[Sequence[list[str]]]) -> float:
     """Mean CIDEr-D (Vedantam et al. 2015) of tokenised texts, 0 to 10, as in the COCO scorer.
 
-    For each n up to `max_ngram`: the cosine of the tf-idf vectors of output and reference, with
-    the output's entries clipped to the reference's, times exp(−(length difference)² / 2σ²). The
+    For each n up to 4: the cosine of the tf-idf vectors of output and reference, with the
+    output's entries clipped to the reference's, times exp(−(length difference)² / 2σ²), σ = 6. The
     score is 10 times the mean over n and references. As in the official code, the document
     frequency of an n-gram is the number of inputs with a reference that contains it, and lengths
     are numbers of bigrams.
@@ -256,6 +251,7 @@ def cider(
         ValueError: if outputs and references do not match; see `check`.
     """
     check(outputs, references)
+    max_ngram, sigma = 4, 6.0
     frequency: Counter[tuple[str, ...]] = Counter()
     for texts in references:
         frequency.update({ngram for text in texts for ngram in _all_ngrams(text, max_ngram)})

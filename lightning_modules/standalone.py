@@ -179,7 +179,8 @@ def save(
         tokenizer.save_pretrained(folder)
         more = [] if library == "transformers" else ["import transformers"]
         lines += [*more, "tokenizer = transformers.AutoTokenizer.from_pretrained(folder)"]
-    (folder / "README.md").write_text(_readme(model, classes, lines, len(pairs), submodel))
+    text = _readme(model, classes, lines, len(pairs), submodel)
+    (folder / "README.md").write_text(text, encoding="utf-8")
     mask = os.umask(0)  # the process's umask can only be read by setting it
     os.umask(mask)
     for file in folder.iterdir():  # safetensors writes files that only their owner can read

@@ -39,6 +39,7 @@ from recipes.results import Difference, Where, by_seed, difference, select, uniq
 SUPPORTED, REFUTED = "supported", "refuted"
 UNDECIDED, NOT_JUDGED = "undecided", "not judged"
 MOST_SEEDS = 1000
+POWER = 0.8  # probability of a verdict that `seeds_needed` asks for, as Cohen (1988) advises
 COMPUTE = "compute:"  # begins the reason of a claim whose rows were not run
 
 
@@ -227,17 +228,17 @@ def _named(side: str | Where) -> str:
     return side if isinstance(side, str) else " ".join(map(str, side.values()))
 
 
-def seeds_needed(compared: Difference, threshold: float = 0.0, power: float = 0.8) -> int:
-    """The least n at which the interval would exclude the threshold with probability `power`.
+def seeds_needed(compared: Difference, threshold: float = 0.0) -> int:
+    """The least n at which the interval would exclude the threshold with probability POWER.
 
-    Mean and sd are assumed not to change: √n · |mean − threshold| / sd ≥ t(0.975) + t(power),
+    Mean and sd are assumed not to change: √n · |mean − threshold| / sd ≥ t(0.975) + t(POWER),
     both quantiles with n − 1 degrees of freedom; MOST_SEEDS + 1 if no n up to MOST_SEEDS suffices.
     """
     distance = abs(compared.mean - threshold)
     if compared.n < 2 or not distance:
         return MOST_SEEDS + 1
     for n in range(2, MOST_SEEDS + 1):
-        both = stats.t.ppf(0.975, n - 1) + stats.t.ppf(power, n - 1)
+        both = stats.t.ppf(0.975, n - 1) + stats.t.ppf(POWER, n - 1)
         if math.sqrt(n) * distance >= both * compared.sd:
             return n
     return MOST_SEEDS + 1

@@ -32,11 +32,9 @@ class Task:
     """A call of `function(argument, on_progress)`.
 
     Attributes:
-        title: its name in messages.
         log: file for what the task prints if it runs in another process.
     """
 
-    title: str
     function: Callable[[Any, ProgressCallback], Any]
     argument: Any
     log: Path

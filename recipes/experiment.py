@@ -26,7 +26,7 @@ import pandas as pd
 from recipes import cli
 from recipes.flags import Flags
 from recipes.nodes import Later, Measure, Measurement, Measuring, Node, Stage
-from recipes.records import Finished, at, best_of, scores_of, type_of
+from recipes.records import Finished, at, best_of, scores_of
 
 __all__ = ["Experiment", "Measuring", "Run"]
 
@@ -191,11 +191,6 @@ class Run:
         """The settings that a stage declared with these arguments has, user's flags included."""
         given = (dict(part or {}) for part in (varied, settings, None))
         return Stage(self, "", config, 0, *given).parsed()
-
-    def datamodule(self, config: str, seed: int = 0) -> Any:
-        """The DataModule of the stage in a YAML file, with the user's flags."""
-        data = self.parsed(config).data
-        return type_of(data)(**{**data.init_args.as_dict(), "seed": seed})
 
     def grid(self, *configs: str) -> dict[str, Any]:
         """What the experiment varies at this preset; each file overrides those before it."""

@@ -23,7 +23,7 @@ import torch
 from datamodules.images import ImageData
 from recipes import cli
 from recipes.agreement import weights_of
-from recipes.records import type_of
+from recipes.records import instance_of
 from recipes.stopwatch import StageProfile, limited, measure
 from recipes.tables import Table
 
@@ -241,7 +241,7 @@ def files(path: str, preset: str, overrides: Sequence[str], verify: bool = False
     data = settings.data
     name = data.class_path.rpartition(".")[2]
     try:
-        module = type_of(data)(**data.init_args.as_dict())
+        module = instance_of(data.as_dict())
         module.setup("fit")
         places = [data.init_args.get(key) for key in ("root", "name", "train", "val", "test")]
         lines = [" ".join(["data:", name, *(str(place) for place in places if place)])]

@@ -25,7 +25,6 @@ def scatter(
     metric: str,
     costs: Mapping[str, str],
     *,
-    series: str = "row",
     panel: str = "",
     where: Where | None = None,
     titles: Mapping[str, str] | None = None,
@@ -35,14 +34,13 @@ def scatter(
     log: bool = False,
     ylabel: str = "",
 ) -> None:
-    """Plot a metric against costs; error bars are the standard deviation over seeds.
+    """Plot a metric against costs, a series for each row; error bars: one standard deviation.
 
     Args:
         table: the tidy table.
         path: the PNG file.
         metric: the metric on the vertical axis.
         costs: cost metrics of the same rows and sets → axis labels; one panel each.
-        series: column of the table; each of its values is a series with a colour and legend entry.
         panel: column of the table; each of its values has a panel.
         where: conditions that select lines of the table.
         titles: series → title, in order; other series are left out. By default all.
@@ -55,9 +53,9 @@ def scatter(
     lines = select(table, {"x": None, **(where or {})})
     with _figure(lines, metric, costs, panel, path, ylabel, log) as panels:
         for axis, cost, part in panels:
-            for name, title, color in _series(part, metric, series, titles):
+            for name, title, color in _series(part, metric, titles):
                 points = []
-                for _, point in select(part, {series: name}).groupby(["set", "row"], sort=False):
+                for _, point in select(part, {"row": name}).groupby("set", sort=False):
                     height, width = by_seed(point, metric) * scale, by_seed(point, cost)
                     if name in baselines and len(height):
                         axis.axhline(height.mean(), color=color, linestyle=":", label=title)
@@ -130,7 +128,6 @@ def curves(
     path: Path,
     metric: str,
     *,
-    series: str = "row",
     panel: str = "",
     where: Where | None = None,
     titles: Mapping[str, str] | None = None,
@@ -150,8 +147,8 @@ def curves(
     lines = select(table, where or {})
     with _figure(lines, metric, {"": xlabel}, panel, path, ylabel, log, "bands") as panels:
         for axis, _, part in panels:
-            for name, title, color in _series(part, metric, series, titles):
-                points = select(part, {series: name, "metric": metric})
+            for name, title, color in _series(part, metric, titles):
+                points = select(part, {"row": name, "metric": metric})
                 if name in baselines:
                     height = by_seed(points, metric).mean() * scale
                     axis.axhline(height, color=color, linestyle=":", label=title)
@@ -169,7 +166,7 @@ def curves(
                 axis.fill_between(places, low, high, alpha=0.15, color=color)
                 marked = zip(("--", "-."), (marks or {}).items(), strict=False)
                 for style, (mark, meaning) in marked:
-                    at = by_seed(select(part, {series: name}), mark).median()
+                    at = by_seed(select(part, {"row": name}), mark).median()
                     if at == at:  # not NaN: some seed has it
                         label = f"{title}: {meaning}"
                         axis.axvline(at, color=color, linestyle=style, label=label)
@@ -181,7 +178,6 @@ def groups(
     metric: str,
     names: Sequence[str],
     *,
-    series: str = "row",
     panel: str = "",
     titles: Mapping[str, str] | None = None,
     scale: float = 1.0,
@@ -193,15 +189,15 @@ def groups(
 
     Args:
         names: titles of the groups; `x` in the table is a group's place among them.
-        table, path, metric, series, panel, titles, scale, ylabel: see `scatter`. Here a series may
-            have several values of a seed in a group.
+        table, path, metric, panel, titles, scale, ylabel: see `scatter`. Here a series may have
+            several values of a seed in a group.
     """
     spread = "dots: values; bars"
     with _figure(table, metric, {"": ""}, panel, path, ylabel, False, spread) as panels:
         for axis, _, part in panels:
-            drawn = list(_series(part, metric, series, titles))
+            drawn = list(_series(part, metric, titles))
             for number, (name, title, color) in enumerate(drawn):
-                lines = select(part, {series: name, "metric": metric})
+                lines = select(part, {"row": name, "metric": metric})
                 shift = 0.8 * ((number + 0.5) / len(drawn) - 0.5)
                 axis.plot(lines["x"] + shift, lines["value"] * scale, "o", color=color, alpha=0.3)
                 values = {x: one["value"] * scale for x, one in lines.groupby("x")}
@@ -282,10 +278,10 @@ def _note(lines: pd.DataFrame, metric: str, spread: str) -> str:
 
 
 def _series(
-    lines: pd.DataFrame, metric: str, column: str, titles: Mapping[str, str] | None
+    lines: pd.DataFrame, metric: str, titles: Mapping[str, str] | None
 ) -> Iterator[tuple[Any, str, Any]]:
     """Value, title and colour of each series that these lines have."""
-    present = list(unique(select(lines, {"metric": metric}), column))
+    present = list(unique(select(lines, {"metric": metric}), "row"))
     chosen = titles or {value: title_of(value) for value in present}
     for place, (value, title) in enumerate(chosen.items()):
         if value in present:

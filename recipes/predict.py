@@ -15,9 +15,9 @@ the tokenizer, so nothing else is needed. The table is printed and written to pr
 """
 
 import argparse
-import importlib
 import math
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ from lightning_modules.decoding import generate
 from lightning_modules.matformer.costs import choose
 from lightning_modules.vera import load_adapter
 from lightning_modules.weights import read_checkpoint
-from recipes.records import write_atomically
+from recipes.results import write_atomically
 from recipes.tables import Table
 
 SHOWN = 20  # rows in the terminal; the file has all
@@ -219,14 +219,13 @@ def described(checkpoint: str | Path) -> tuple[dict[str, Any], type[L.LightningM
     content = read_checkpoint(checkpoint)
     for state in content.values() if isinstance(content, dict) else ():
         if isinstance(state, dict) and {"description", "module"} <= state.keys():
-            place, _, name = state["module"].rpartition(".")
-            module = getattr(importlib.import_module(place), name)
+            module = pkgutil.resolve_name(state["module"])
             if not issubclass(module, L.LightningModule):
                 break
             if not has_answers(module, state["description"]):
                 raise ValueError(
-                    f"{checkpoint} is of {name}, which answers nothing: train a task on it, with "
-                    "--model.init_from and this checkpoint"
+                    f"{checkpoint} is of {module.__name__}, which answers nothing: train a task on "
+                    "it, with --model.init_from and this checkpoint"
                 )
             return state["description"], module
     raise ValueError(

@@ -2,10 +2,10 @@
 
 import csv
 import hashlib
-import importlib
 import json
 import math
 import os
+import pkgutil
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -92,8 +92,7 @@ class Finished:
 
     def datamodule(self) -> Any:
         """Of a stage: the DataModule that it trained on."""
-        data = self.settings.data
-        return type_of(data)(**data.init_args.as_dict())
+        return instance_of(self.settings.data.as_dict())
 
     def module(self, device: Any = "cpu") -> Any:
         """Of a stage: the LightningModule of its last checkpoint, ready to evaluate."""
@@ -163,9 +162,13 @@ def at(settings: jsonargparse.Namespace, key: str) -> Any:
 
 
 def type_of(settings: Any) -> Any:
-    """The class that a parsed stage names as its model or data."""
-    module, _, name = settings.class_path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
+    """The class that a stage's settings name as its model or data."""
+    return pkgutil.resolve_name(settings["class_path"])
+
+
+def instance_of(settings: Mapping[str, Any], **changes: Any) -> Any:
+    """The model or data of a stage's settings (class_path, init_args), with changed arguments."""
+    return type_of(settings)(**{**settings["init_args"], **changes})
 
 
 def best(values: Sequence[float], mode: str = "max") -> float:
@@ -226,15 +229,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
     """Write a node's record: fingerprint, whether it is finished, seconds, origins."""
-    write_atomically(folder / RECORD, json.dumps(record, indent=1) + "\n")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file atomically: others read the old or the new text, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)
+    results.write_atomically(folder / RECORD, json.dumps(record, indent=1) + "\n")
 
 
 def read_history(folder: Path) -> dict[str, list[float]]:

@@ -17,7 +17,6 @@ report is a function of that table, so that it can be written again without trai
     scatter(table, out / "glue.png", "score", {"tuned": "tuned parameters"}, panel="set",
             titles=rows, baselines=["head"], log=True, scale=100, ylabel="score, %")  # plots.py
     write_report(out, ["# GLUE", provenance(run, table), glue.markdown(), "![](glue.png)"])
-    paired(table, "score", "lora", mean_over="set")  # a DataFrame: row, mean, low, high, sd, n
 
 The difference between two rows is paired by seed, since runs with the same seed share data and
 initial weights, and has the 95 % interval of Student's t distribution, since seeds are few.
@@ -91,17 +90,21 @@ def write(path: str | Path, table: pd.DataFrame) -> None:
     Raises:
         ValueError: if two lines have the same KEY.
     """
-    path = Path(path)
     table = _typed(table)
     duplicates = table[table.duplicated(KEY)]
     if len(duplicates):
         line = dict(duplicates.iloc[0][KEY])
         raise ValueError(f"two lines of the table hold the same number: {line}; expected one")
     table = table.sort_values(["experiment", "preset", "seed"], kind="stable")
+    write_atomically(Path(path), table.to_csv(index=False))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file atomically: others read the old or the new text, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    table.to_csv(unfinished, index=False)
-    unfinished.replace(path)
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
 
 
 def _typed(table: pd.DataFrame) -> pd.DataFrame:
@@ -194,15 +197,12 @@ class Difference:
         return f"{self.mean * scale:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
 
 
-def difference(
-    values: pd.Series, reference: pd.Series | float, confidence: float = 0.95
-) -> Difference:
-    """Values minus reference, paired by seed: mean ± t · sd / √n, n − 1 degrees of freedom.
+def difference(values: pd.Series, reference: pd.Series | float) -> Difference:
+    """Values minus reference, paired by seed: mean ± t(0.975) · sd / √n, n − 1 degrees of freedom.
 
     Args:
         values: values indexed by seed, as from `by_seed`.
         reference: likewise, or a number. Seeds that only one of the two has are left out.
-        confidence: confidence level of the interval.
     """
     if isinstance(reference, pd.Series):
         shared = values.index.intersection(reference.index)
@@ -215,46 +215,8 @@ def difference(
     if n == 1:
         return Difference(mean, math.nan, math.nan, math.nan, 1)
     sd = float(paired_values.std(ddof=1))
-    half = float(stats.t.ppf((1 + confidence) / 2, n - 1)) * sd / math.sqrt(n)
+    half = float(stats.t.ppf(0.975, n - 1)) * sd / math.sqrt(n)
     return Difference(mean, mean - half, mean + half, sd, n)
-
-
-def paired(
-    table: pd.DataFrame,
-    metric: str,
-    reference: str,
-    where: Where | None = None,
-    mean_over: str = "",
-    index: str = "row",
-) -> pd.DataFrame:
-    """Every row's difference to the reference row, by seed.
-
-    Args:
-        table: the tidy table.
-        metric: the compared metric.
-        reference: value of `index` that the others are compared with.
-        where: see `by_seed`.
-        mean_over: see `by_seed`.
-        index: the column whose values are compared.
-
-    Returns:
-        A line for each value of `index` but the reference: index, mean, low, high, sd, n.
-
-    Raises:
-        ValueError: if the reference has no such metric.
-    """
-    names = list(unique(select(table, {"metric": metric, "x": None, **(where or {})}), index))
-    if reference not in names:
-        raise ValueError(f"no {metric!r} of the {index} {reference!r}: expected one of {names}")
-    values = {
-        name: by_seed(table, metric, {**(where or {}), index: name}, mean_over) for name in names
-    }
-    differences = [
-        {index: name, **vars(difference(values[name], values[reference]))}
-        for name in names
-        if name != reference
-    ]
-    return pd.DataFrame(differences, columns=[index, "mean", "low", "high", "sd", "n"])
 
 
 def unique(table: pd.DataFrame, column: str) -> Iterable[Any]:
@@ -269,9 +231,8 @@ def title_of(value: Any) -> str:
 
 
 def write_report(out: Path, paragraphs: Sequence[str]) -> Path:
-    """Write report.md, and print where it is."""
-    out.mkdir(parents=True, exist_ok=True)
+    """Write report.md atomically, in UTF-8, and print where it is."""
     report = out / "report.md"
-    report.write_text("\n\n".join(one for one in paragraphs if one) + "\n")
+    write_atomically(report, "\n\n".join(one for one in paragraphs if one) + "\n")
     print(f"report: {report}")
     return report

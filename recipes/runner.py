@@ -51,7 +51,7 @@ from recipes.nodes import (
     unfinished,
 )
 from recipes.progress import View, console
-from recipes.records import ROWS, read_record, write_atomically, write_record
+from recipes.records import ROWS, read_record, write_record
 from recipes.trials import trials_of
 from recipes.work import MeasurementTask, Training, measure, train
 
@@ -228,7 +228,7 @@ def copy_files(run: Run) -> None:
     for node in run.nodes.values():
         if isinstance(node, Stage):
             copy = node.run.out / "stages" / node.file.name
-            write_atomically(copy, node.file.read_text(encoding="utf-8"))
+            results.write_atomically(copy, node.file.read_text(encoding="utf-8"))
             node.file = copy
 
 
@@ -346,12 +346,11 @@ def put_aside(folder: Path) -> list[Path]:
 
 def task_of(node: Node, quiet: bool) -> Task:
     """The task that executes a node."""
+    log = node.folder / "node.log"
     if isinstance(node, Stage):
-        training = Training(node.title, finished(node), node.run.flags.several(), quiet)
-        return Task(node.title, train, training, node.folder / "node.log")
+        return Task(train, Training(finished(node), node.run.flags.several(), quiet), log)
     assert isinstance(node, Measurement)
     task = MeasurementTask(
-        node.title,
         node.function_name,
         Measuring(
             node.seed,
@@ -361,7 +360,7 @@ def task_of(node: Node, quiet: bool) -> Task:
         ),
         {"experiment": node.run.name, "preset": node.run.preset, "stage": node.name},
     )
-    return Task(node.title, measure, task, node.folder / "node.log")
+    return Task(measure, task, log)
 
 
 def prepare(node: Node) -> None:
@@ -406,7 +405,7 @@ def write_table(run: Run) -> None:
     if len(table := table_of(run)):
         results.write(run.out / ROWS, table)
         saved = {"experiment": run.name, "command": run.command}
-        write_atomically(run.out / RUN, json.dumps(saved) + "\n")
+        results.write_atomically(run.out / RUN, json.dumps(saved) + "\n")
 
 
 def write_report(experiment: Experiment, run: Run, table: pd.DataFrame) -> None:

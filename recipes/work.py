@@ -1,9 +1,9 @@
 """What executing a node does: train a stage, or measure; in this process or in a worker."""
 
 import contextlib
-import importlib
 import json
 import logging
+import pkgutil
 import shutil
 import signal
 import subprocess
@@ -32,13 +32,11 @@ class Training:
     """A stage as it is sent to the process that trains it.
 
     Attributes:
-        title: the node's title.
         node: the node's folder and settings.
         several: whether it trains on several devices.
         quiet: whether to leave out Lightning's progress bar.
     """
 
-    title: str
     node: Finished
     several: bool
     quiet: bool
@@ -142,13 +140,11 @@ class MeasurementTask:
     """A measurement as it is sent to the process that executes it.
 
     Attributes:
-        title: the node's title.
         function: the function as "module:name".
         measuring: the function's argument.
         columns: the table's columns that are the same for all its rows, without the seed.
     """
 
-    title: str
     function: str
     measuring: Measuring
     columns: dict[str, str]
@@ -157,8 +153,7 @@ class MeasurementTask:
 def measure(task: MeasurementTask, on_progress: ProgressCallback) -> None:
     """Call the measurement's function, and write its rows."""
     on_progress("measures")
-    module, _, name = task.function.partition(":")
-    function = getattr(importlib.import_module(module), name)
+    function = pkgutil.resolve_name(task.function)
     folder, seed = task.measuring.folder, task.measuring.seed
     L.seed_everything(seed, verbose=False)
     with timed(folder):

@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from lightning_modules import apet, pela, vera
 from lightning_modules.matformer import extract, granularity, importance, nest, reorder
 from lightning_modules.matformer.nested_layers import Nested
+from lightning_modules.tuning import trainable
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- composition -->", "<!-- /composition -->"
@@ -287,4 +288,4 @@ def test_only_the_layers_that_a_method_takes_stand_in_its_way():
     """VeRA on attention leaves feed-forward networks to nest, in every block."""
     model = nest(build("ViT", "add_vera, attention"))
     assert [layer.name for layer in model.nesting.layers] == ["blocks.0.mlp", "blocks.1.mlp"]
-    assert len(vera.trainable_names(model)) == 2 * 2 * 2  # b and d, of q and v, in two blocks
+    assert len(trainable(model)) == 2 * 2 * 2  # b and d, of q and v, in two blocks

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lightning_modules.albef.losses import (
-    IGNORED,
     contrastive_loss,
     contrastive_targets,
     distilled_cross_entropy,
@@ -19,6 +18,7 @@ from lightning_modules.albef.losses import (
 )
 from lightning_modules.albef.model import PretrainModel, RetrievalModel
 from lightning_modules.albef.momentum import Momentum, Queue
+from lightning_modules.labels import IGNORED
 
 
 @dataclass

@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_modules.labels import IGNORED
 from lightning_modules.modes import precise
-
-IGNORED = -100  # label of examples and tokens without loss
 
 
 def contrastive_targets(logits_m: Tensor, positive: Tensor, alpha: float) -> Tensor:

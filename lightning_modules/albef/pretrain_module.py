@@ -15,10 +15,10 @@ from lightning_modules.albef.distillation import (
     state_names,
     tinybert,
 )
-from lightning_modules.albef.losses import IGNORED
 from lightning_modules.albef.model import PretrainModel
 from lightning_modules.albef.retrieval_module import Retrieval
 from lightning_modules.gradient_shares import log_gradient_shares
+from lightning_modules.labels import IGNORED
 from lightning_modules.pela import (
     Features,
     feature_distillation,

@@ -11,6 +11,7 @@ from lightning_modules.albef.answers import answer_loss, rank_answers
 from lightning_modules.albef.base_module import AlbefModule
 from lightning_modules.albef.losses import distilled_cross_entropy
 from lightning_modules.albef.model import build
+from lightning_modules.labels import IGNORED
 
 
 class Entailment(AlbefModule):
@@ -28,7 +29,7 @@ class Entailment(AlbefModule):
 
     def __init__(self, num_classes: int = 3, **kwargs: Any):
         super().__init__(**kwargs)
-        self.accuracy = MulticlassAccuracy(num_classes, average="micro", ignore_index=-100)
+        self.accuracy = MulticlassAccuracy(num_classes, average="micro", ignore_index=IGNORED)
 
     def dense(self) -> Any:
         """The dense model with `num_classes` outputs and random weights."""

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from lightning_modules.apet.label_words import LabelWords
 from lightning_modules.backbones import build_text, match_tokenizer, name_in_errors, text_inputs
+from lightning_modules.labels import IGNORED
 from lightning_modules.vera.language_module import LanguageTuning
-from lightning_modules.vera.module import IGNORED
 from lightning_modules.vera.text_module import TextTuning
 
 

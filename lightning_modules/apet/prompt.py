@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_modules.labels import IGNORED
+
 HOOKS = "apet_prompt_hooks"
-IGNORED = -100  # transformers' label of a position without loss
 
 
 def add_prompt(model: nn.Module, tokens: int, seed: int) -> None:

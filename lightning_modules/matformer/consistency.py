@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import MeanMetric
 
+from lightning_modules.labels import IGNORED
+
 SCORED = 2**26  # logits, or similarities, computed at a time: 256 MB in float32
 
 
@@ -45,7 +47,7 @@ class SubmodelMetrics(nn.Module):
             targets: (B,) class indices.
             reference: (B, C) logits of the largest model on the same batch.
         """
-        valid = targets != -100
+        valid = targets != IGNORED
         if not valid.any():
             return
         logits, reference = logits[valid].float(), reference[valid].float()

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from lightning_modules.backbones import build_text, match_tokenizer, shard
+from lightning_modules.labels import IGNORED
 from lightning_modules.matformer.consistency import SubmodelMetrics, score_tokens
 from lightning_modules.matformer.elastic_module import ElasticModule
 from lightning_modules.matformer.idle_tail import freeze_idle_tail
@@ -206,7 +207,7 @@ class MatLM(ElasticModule):
             reduction="none",
             log_target=True,
         ).sum(-1)
-        return (1 - share) * loss + share * divergence[targets != -100].mean()
+        return (1 - share) * loss + share * divergence[targets != IGNORED].mean()
 
     def score(self, batch: dict[str, Tensor]) -> None:
         """Add a batch to the metrics of every submodel."""

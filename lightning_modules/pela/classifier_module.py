@@ -10,6 +10,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_modules.backbones import build_vision, shard
+from lightning_modules.labels import IGNORED
 from lightning_modules.optim import (
     build_optimizer,
     parameter_groups,
@@ -54,7 +55,7 @@ class Classifier(BackboneModule):
         super().__init__(**kwargs)
         self.waits_for_checkpoint = False
         classes = self.settings.num_classes
-        self.accuracy = MulticlassAccuracy(classes, average="micro", ignore_index=-100)
+        self.accuracy = MulticlassAccuracy(classes, average="micro", ignore_index=IGNORED)
         self.loss = MeanMetric()
 
     def configure_model(self) -> None:
@@ -143,7 +144,7 @@ class Classifier(BackboneModule):
         """Add a batch to accuracy and loss."""
         images, targets = batch
         logits = self(images).float()
-        valid = (targets != -100).sum()
+        valid = (targets != IGNORED).sum()
         if valid:  # not a batch of padding alone
             self.accuracy.update(logits, targets)
             self.loss.update(F.cross_entropy(logits, targets), valid)

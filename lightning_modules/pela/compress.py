@@ -75,8 +75,6 @@ def compress_each(
     ratios: Sequence[float],
     ranks: Ranks = "uniform",
     moments: Mapping[str, Tensor] | None = None,
-    skip: Sequence[str] = (),
-    multiple: int = 1,
 ) -> dict[float, nn.Module]:
     """Low-rank copies of a model at several ratios, at the cost of one decomposition.
 
@@ -88,8 +86,6 @@ def compress_each(
         ratios: κ of each copy.
         ranks: "uniform" or "energy", as for `compress`.
         moments: from `layer_moments`; None for plain factors.
-        skip: as for `compress`.
-        multiple: as for `compress`.
 
     Returns:
         The copies by ratio, each as `compress` would make it.
@@ -97,7 +93,7 @@ def compress_each(
     Raises:
         ValueError: as `compress`.
     """
-    plans = _plans(model, ratios, ranks, moments, skip, multiple)
+    plans = _plans(model, ratios, ranks, moments)
     highest = {name: max(plan[name] for plan in plans.values()) for name in plans[ratios[0]]}
     largest = factorize(copy.deepcopy(model), ranks=highest, moments=moments)
     return {ratio: truncate(copy.deepcopy(largest), plan) for ratio, plan in plans.items()}
@@ -173,8 +169,8 @@ def _plans(
     ratios: Sequence[float],
     ranks: Ranks,
     moments: Mapping[str, Tensor] | None,
-    skip: Sequence[str],
-    multiple: int,
+    skip: Sequence[str] = (),
+    multiple: int = 1,
 ) -> dict[float, dict[str, int]]:
     """The plan of each ratio."""
     if ranks == "uniform":

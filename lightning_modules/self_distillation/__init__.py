@@ -17,7 +17,7 @@ from lightning_modules.self_distillation.mae_checkpoint import (
 from lightning_modules.self_distillation.mars import mars_project, mars_start
 from lightning_modules.self_distillation.masked_autoencoder import MaskedAutoencoder, mae_decoder
 from lightning_modules.self_distillation.masked_image import mask_patches, masked_autoencoding
-from lightning_modules.self_distillation.masked_text import mask_tokens, masked_language_modelling
+from lightning_modules.self_distillation.masked_text import mask_tokens
 from lightning_modules.self_distillation.r3f import r3f
 from lightning_modules.self_distillation.recadam import RecAdam
 from lightning_modules.self_distillation.supcon import supervised_contrastive
@@ -39,7 +39,6 @@ __all__ = [
     "mask_patches",
     "mask_tokens",
     "masked_autoencoding",
-    "masked_language_modelling",
     "prediction_matching",
     "r3f",
     "supervised_contrastive",

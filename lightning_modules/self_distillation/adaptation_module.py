@@ -10,6 +10,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torchmetrics import MeanMetric
 
 from lightning_modules.backbones import shard
+from lightning_modules.labels import IGNORED
 from lightning_modules.optim import (
     build_optimizer,
     parameter_groups,
@@ -22,7 +23,7 @@ from lightning_modules.self_distillation.distillation import (
     distillation,
     weight_matching,
 )
-from lightning_modules.self_distillation.objectives import IGNORED, MaskedImages, MaskedText
+from lightning_modules.self_distillation.objectives import MaskedImages, MaskedText
 from lightning_modules.self_distillation.supcon import projection_head, supervised_contrastive
 from lightning_modules.self_distillation.tracking_module import TrackDistance
 from lightning_modules.weights import refuse_another_model

@@ -16,6 +16,7 @@ from torchmetrics.classification import (
 
 from lightning_modules.backbones import build_text, build_vision, shard
 from lightning_modules.by_length import run_by_length
+from lightning_modules.labels import IGNORED
 from lightning_modules.optim import (
     build_optimizer,
     parameter_groups,
@@ -25,7 +26,7 @@ from lightning_modules.optim import (
 from lightning_modules.self_distillation.adaptation_module import Modality, split
 from lightning_modules.self_distillation.mae_checkpoint import load_encoder
 from lightning_modules.self_distillation.mars import mars_project, mars_start
-from lightning_modules.self_distillation.objectives import IGNORED, NO_MASKED_MODEL
+from lightning_modules.self_distillation.objectives import NO_MASKED_MODEL
 from lightning_modules.self_distillation.r3f import r3f
 from lightning_modules.self_distillation.recadam import (
     RecAdam,

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_modules.labels import IGNORED
 from lightning_modules.modes import precise
-
-IGNORED = -100
 
 
 def mask_tokens(
@@ -132,10 +131,3 @@ def hidden_logits(model: Any, corrupted: Tensor, labels: Tensor, **inputs: Any) 
         return model(input_ids=corrupted, **inputs).logits[0]
     finally:
         hook.remove()
-
-
-def masked_language_modelling(
-    model: nn.Module, corrupted: Tensor, labels: Tensor, **inputs: Any
-) -> Tensor:
-    """L_MAE of a batch of text, a scalar; the arguments are those of `hidden_logits`."""
-    return token_loss(hidden_logits(model, corrupted, labels, **inputs), labels)

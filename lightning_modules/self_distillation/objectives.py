@@ -13,6 +13,7 @@ from transformers import AutoModelForMaskedLM, ViTMAEConfig, ViTMAEForPreTrainin
 
 from lightning_modules.backbones import build_text, build_vision, name_in_errors
 from lightning_modules.by_length import run_by_length
+from lightning_modules.labels import IGNORED
 from lightning_modules.self_distillation.distillation import (
     Reduction,
     prediction_matching,
@@ -26,7 +27,6 @@ from lightning_modules.self_distillation.mae_checkpoint import (
 from lightning_modules.self_distillation.masked_autoencoder import MaskedAutoencoder, mae_decoder
 from lightning_modules.self_distillation.masked_image import Masking, mask_patches, pixel_loss
 from lightning_modules.self_distillation.masked_text import (
-    IGNORED,
     hidden_logits,
     mask_tokens,
     token_loss,

@@ -50,12 +50,11 @@ def supervised_contrastive(features: Tensor, labels: Tensor, temperature: float 
         return losses.sum() / (counts > 0).sum().clamp(min=1)
 
 
-def projection_head(encoder: Any, outputs: int = 128) -> nn.Module:
+def projection_head(encoder: Any) -> nn.Module:
     """Khosla et al.'s projection head: a hidden layer of the encoder's width, and 128 outputs.
 
     Args:
         encoder: a timm ViT or a transformers model.
-        outputs: number of features D.
     """
     width = getattr(encoder, "embed_dim", None) or encoder.config.hidden_size
-    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, outputs))
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 128))

@@ -6,7 +6,7 @@ from lightning_modules.vera.interop import from_peft, lora_factors, to_lora, to_
 from lightning_modules.vera.language_module import LanguageTuning
 from lightning_modules.vera.many import Adapters
 from lightning_modules.vera.text_module import TextTuning
-from lightning_modules.vera.vera import add_vera, merge, strip, trainable_names, unmerge
+from lightning_modules.vera.vera import add_vera, merge, strip, unmerge
 
 __all__ = [
     "Adapters",
@@ -22,6 +22,5 @@ __all__ = [
     "strip",
     "to_lora",
     "to_peft",
-    "trainable_names",
     "unmerge",
 ]

@@ -36,7 +36,6 @@ from lightning_modules.weights import (
     refuse_another_model,
 )
 
-IGNORED = -100  # label of padding
 NOT_MERGED = "give weights of this architecture; merge those of a run with adapters first"
 
 

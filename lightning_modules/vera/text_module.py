@@ -6,7 +6,8 @@ from torch import Tensor, nn
 from torchmetrics import MetricCollection
 
 from lightning_modules.backbones import build_text, match_tokenizer, text_inputs
-from lightning_modules.vera.module import IGNORED, FineTuning
+from lightning_modules.labels import IGNORED
+from lightning_modules.vera.module import FineTuning
 from lightning_modules.vera.scores import classification_scores
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from lightning_modules.layouts import inside, shape_of
+from lightning_modules.layouts import shape_of
 from lightning_modules.vera.layer import (
     Slice,
     VeraLayer,
@@ -191,19 +191,6 @@ def projections_of(model: nn.Module) -> list[Projections]:
     """The distinct pairs of A and B: one, unless they are not shared."""
     pieces = [piece for layer in layers_of(model).values() for piece in layer.slices]
     return list({id(piece.projections): piece.projections for piece in pieces}.values())
-
-
-def trainable_names(model: nn.Module) -> list[str]:
-    """Names of the parameters that `add_vera` left trainable: the vectors, then the heads'."""
-    record = vera_of(model)
-    vectors = [
-        f"{name}.{attribute}"
-        for name, layer in layers_of(model).items()
-        for piece in layer.slices
-        for letter, attribute in zip(("b", "d"), piece.names, strict=True)
-        if letter in record.train
-    ]
-    return vectors + [n for n, _ in model.named_parameters() if inside(n, record.heads)]
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Test scores of a trained ALBEF, and pages of example pictures for the report."""
 
-import importlib
+import pkgutil
 from collections.abc import Iterator
 from math import comb
 from pathlib import Path
@@ -59,8 +59,7 @@ def chance(m: Measuring) -> Iterator[Row]:
     1 − C(n − r, k) / C(n, k). Settings: `set` in the table; `data`
     and `arguments`, the DataModule's class and its arguments.
     """
-    module, _, name = m.settings["data"].rpartition(".")
-    data = getattr(importlib.import_module(module), name)(**m.settings["arguments"])
+    data = pkgutil.resolve_name(m.settings["data"])(**m.settings["arguments"])
     counts = [len(entry.captions) for entry in data.entries("test")]
     # (r, n) of each query: one picture for each text, all its captions for each picture
     queries = {"t2i": [(1, len(counts))], "i2t": [(right, sum(counts)) for right in counts]}

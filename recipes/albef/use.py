@@ -24,6 +24,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from datamodules.captions import read_picture, usable
 from datamodules.image_text import ImageTextData
+from datamodules.tables import open_lines
 from lightning_modules.albef import VQA, Retrieval
 from lightning_modules.albef.retrieval import Gallery, rerank
 from recipes.albef.measures import show
@@ -179,9 +180,8 @@ def pictures_in(folder: str | Path) -> list[Path]:
     return found
 
 
-def page(rows: pd.DataFrame, title: str, file: Path, shown: int = 8) -> None:
-    """Save a page with the best pictures of a search."""
-    rows = rows.head(shown)
+def page(rows: pd.DataFrame, title: str, file: Path) -> None:
+    """Save a page with the eight best pictures of a search."""
     figure, axes = plt.subplots(2, 4, figsize=(11, 6), squeeze=False)
     for axis in axes.flat:
         axis.axis("off")
@@ -195,8 +195,7 @@ def page(rows: pd.DataFrame, title: str, file: Path, shown: int = 8) -> None:
 def sentences_of(given: Sequence[str]) -> list[str]:
     """The given sentences, or the lines of the one text file that is given instead."""
     if len(given) == 1 and Path(given[0]).is_file():
-        lines = Path(given[0]).read_text(encoding="utf-8").splitlines()
-        return [line for line in lines if line.strip()]
+        return [line for line in open_lines(given[0]) if line.strip()]
     return list(given)
 
 

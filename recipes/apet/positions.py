@@ -49,7 +49,7 @@ from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
 from recipes.plots import groups
 from recipes.provenance import provenance
-from recipes.records import type_of
+from recipes.records import instance_of
 from recipes.results import Row, select
 from recipes.runner import run_experiment
 from recipes.tables import Column, tabulate
@@ -104,7 +104,7 @@ def budget_of(run: Run, grid: dict[str, Any], model: str, method: str) -> int:
     arguments: dict[str, Any] = {"num_classes": 2, "pretrained": False, "adapter_only": False}
     if entry["config"] == "decoder":
         arguments["label_tokens"] = [0, 1]
-    module = type_of(parsed)(**{**parsed.init_args.as_dict(), **arguments})
+    module = instance_of(parsed.as_dict(), **arguments)
     with torch.device("meta"):
         base = module.build()
         return tuned_in(base, module.default_heads(base), of_method(grid, method, model))

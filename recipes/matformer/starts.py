@@ -14,7 +14,7 @@ from lightning_modules.matformer.nest import GRANULARITIES
 from lightning_modules.weights import load_weights
 from recipes.experiment import Measuring, Run
 from recipes.nodes import Artifact, device
-from recipes.records import type_of
+from recipes.records import instance_of
 from recipes.results import Row
 
 BATCHES = 8  # of training images, on which importance is measured
@@ -60,8 +60,7 @@ def starts(run: Run, seed: int, part: str = "ffn", fractions: Any = None) -> dic
 def write_slices(m: Measuring) -> list[Row]:
     """Write the sorted weights of each size, without a classifier, to <size>.safetensors."""
     given, part = m.settings["model"], m.settings["part"]
-    settings: Any = m.settings["data"]
-    data = type_of(Namespace(settings))(**{**settings["init_args"], "seed": m.seed})
+    data = instance_of(m.settings["data"], seed=m.seed)
     data.prepare_data()
     data.setup("fit")
     model: Any = build_vision(given["architecture"], 0, given["model_args"] or {})

@@ -4,7 +4,6 @@
 DataModule are built, and the further keys that each function reads.
 """
 
-import copy
 import statistics
 import time
 import warnings
@@ -12,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from jsonargparse import Namespace
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -23,13 +21,13 @@ from datamodules.images import ImageData, ImageSet
 from datamodules.loading import build_loader
 from lightning_modules.counting import count_macs, count_parameters
 from lightning_modules.matformer import extract, importance, nest, reorder
-from lightning_modules.pela import Classifier, Features, LoRA, compress
+from lightning_modules.pela import Classifier, Features, compress
 from lightning_modules.pela.tome import add_tome
-from lightning_modules.standalone import save
+from lightning_modules.standalone import plain, save
 from recipes.experiment import Measuring
 from recipes.machine import OthersAtWork
 from recipes.nodes import device
-from recipes.records import type_of
+from recipes.records import instance_of, type_of
 from recipes.results import Row
 
 CALIBRATION = 2048  # training images, at most, for second moments and importance
@@ -62,10 +60,8 @@ def measure_trained(m: Measuring) -> Iterator[Row]:
     """Scores of a trained model in float32, its size, settings and shares of the gradient."""
     stage, data = m.stages["trained"], m.datamodule("trained")
     module = stage.module(device()).eval()
-    values: dict[str, float] = {
-        **score(module.model, data),
-        **size(merged(module), data.image_size),
-    }
+    scores = score(module.model, data)  # before `plain`, which merges LoRA in place
+    values: dict[str, float] = {**scores, **size(plain(module.model), data.image_size)}
     settings = {name: module.settings.get(name) for name in ("lr", "alpha", "beta", "p", "epsilon")}
     values |= {name: float(value) for name, value in settings.items() if value is not None}
     values |= stage.shares
@@ -162,8 +158,7 @@ def make_low_rank_folder(m: Measuring) -> Iterator[Row]:
 
 def data_of(m: Measuring) -> ImageData:
     """The DataModule in the settings."""
-    data = m.settings["data"]
-    return type_of(Namespace(data))(**{**data["init_args"], "seed": m.seed})
+    return instance_of(m.settings["data"], seed=m.seed)
 
 
 def build(m: Measuring, **changes: Any) -> Any:
@@ -177,25 +172,12 @@ def build(m: Measuring, **changes: Any) -> Any:
         "ratio": None,
         **changes,
     }
-    kind = type_of(Namespace(given))
+    kind = type_of(given)
     if kind is Classifier:
         arguments = {n: v for n, v in arguments.items() if n not in ("alpha", "beta")}
     module = kind(**arguments)
     module.configure_model()
     return module.to(device()).eval()
-
-
-def merged(module: Any) -> nn.Module:
-    """A copy of the module's model, with LoRA's adapters merged into its weights."""
-    model = copy.deepcopy(module.model)
-    if isinstance(module, LoRA):
-        layers: list[tuple[str, Any]] = list(model.named_modules())
-        for name, layer in layers:
-            if hasattr(layer, "base_layer"):
-                layer.merge()
-                parent, _, child = name.rpartition(".")
-                setattr(model.get_submodule(parent), child, layer.base_layer)
-    return model
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Measurements of finished stages: scores of fine-tunings, distances and losses of adaptations."""
 
-import importlib
 import json
+import pkgutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from lightning_modules.self_distillation import distance
 from lightning_modules.self_distillation.mae_checkpoint import to_timm
 from lightning_modules.weights import fingerprint, read_state_dict
 from recipes.experiment import Measuring
-from recipes.records import Finished, type_of, write_atomically
-from recipes.results import Row
+from recipes.records import Finished, type_of
+from recipes.results import Row, write_atomically
 
 ORIGINAL = "original.ckpt"
 
@@ -25,9 +25,9 @@ ORIGINAL = "original.ckpt"
 def write_original(m: Measuring) -> Iterator[Row]:
     """Write the initial weights (θ_init, φ_init) that a stage's settings name, with their hash."""
     arguments = dict(m.settings["model"])
-    module, _, name = arguments.pop("class").rpartition(".")
+    kind = pkgutil.resolve_name(arguments.pop("class"))
     L.seed_everything(0, verbose=False)  # a decoder that the weights lack is drawn at random
-    built = getattr(importlib.import_module(module), name)(**arguments)
+    built = kind(**arguments)
     built.configure_model()
     state = {f"model.{key}": value for key, value in built.model.state_dict().items()}
     torch.save({"state_dict": state, "start": built.start}, m.folder / ORIGINAL)

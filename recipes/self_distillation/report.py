@@ -65,7 +65,7 @@ def report(table: pd.DataFrame, run: Run, kind: str, paper: PaperTables, use: st
             *sizes(table, run, grid),
             *classifier(table, run, grid, use),
             *analyses(table, run),
-            *times(table, run),
+            *times(table),
         ]
     text += [*adaptations(table, run), *paper_tables(paper)]
     return text
@@ -255,7 +255,7 @@ def adaptations(table: pd.DataFrame, run: Run) -> list[str]:
     return text
 
 
-def times(table: pd.DataFrame, run: Run) -> list[str]:
+def times(table: pd.DataFrame) -> list[str]:
     """Seconds of training (Appendix B); empty if every one was disturbed by other programs."""
     columns = [Column("fine-tuning", "seconds", mean_over="set", digits=1)]
     adapted = [Column("adaptation", "adaptation_seconds", mean_over="set", digits=1)]

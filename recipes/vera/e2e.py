@@ -26,6 +26,7 @@ from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
 from recipes.nodes import device
 from recipes.provenance import provenance
+from recipes.records import instance_of
 from recipes.results import Row, select
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
@@ -79,8 +80,7 @@ def make_tokenizer(m: Measuring) -> Iterator[Row]:
 
     Settings: `class_path` and `init_args` of the DataModule.
     """
-    module, _, name = m.settings["class_path"].rpartition(".")
-    data = getattr(__import__(module, fromlist=[name]), name)(**m.settings["init_args"])
+    data = instance_of(m.settings)
     data.tokenizer.save_pretrained(m.folder / "tokenizer")
     yield Row(metric="vocabulary", value=len(data.tokenizer), row="tokenizer")
 

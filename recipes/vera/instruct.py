@@ -34,6 +34,7 @@ from datamodules.instructions import (
     write_questions,
 )
 from datamodules.loading import data_folder, hold_out
+from datamodules.tables import json_lines, read_json
 from lightning_modules.decoding import generate
 from lightning_modules.vera import strip
 from recipes.claims import Claim, Comparison
@@ -92,11 +93,10 @@ def write_training_part(m: Measuring) -> Iterator[Row]:
         path = write_instructions(m.folder, seed=m.seed)
     else:
         path = data_folder(m.settings["root"], "alpaca_2k") / m.settings["file"]
-    text = path.read_text(encoding="utf-8")
     if path.suffix.lower() == ".jsonl":
-        entries = [json.loads(line) for line in text.splitlines() if line.strip()]
+        entries = [entry for _, entry in json_lines(path)]
     else:
-        entries = json.loads(text)
+        entries = read_json(path)
     training, _ = hold_out(entries, m.settings["val_fraction"], seed=0)
     write_lines(m.folder / "trials" / TRAINING, training)
     yield from ()

@@ -168,6 +168,9 @@ def test_what_is_wrong_is_named(folder, tmp_path):
     with pytest.raises(ValueError, match="annotation 1 is of image 99, which"):
         read_coco(edited(folder, tmp_path, image_id=99), "val2017")
     path = tmp_path / "annotations" / "instances_val2017.json"
+    path.write_text("{")
+    with pytest.raises(ValueError, match="instances_val2017.json: this is no JSON"):
+        read_coco(tmp_path, "val2017")
     path.write_text("[]")
     with pytest.raises(ValueError, match="lacks images, annotations or categories"):
         read_coco(tmp_path, "val2017")

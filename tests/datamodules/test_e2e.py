@@ -33,7 +33,7 @@ def test_loras_format(tmp_path: Path) -> None:
     (tmp_path / "test.txt").write_text("name : X | area : riverside||X is there . \n")
     rows = [Row("name : X | area : riverside", "X is there .")]
     assert read_lora(tmp_path / "test.txt") == rows
-    assert E2EData(root=str(tmp_path), format="lora").rows("test") == rows
+    assert E2EData(root=str(tmp_path), format="lora").examples("test") == rows
 
 
 def test_grouping_is_by_string_wherever_the_rows_are() -> None:
@@ -69,7 +69,7 @@ def test_generated_files_have_the_official_form(tmp_path: Path) -> None:
 def test_sequence_is_mr_begin_text_end_and_only_the_text_counts(data: E2EData) -> None:
     tokenizer = data.tokenizer
     sample = data.val_dataloader().dataset[0, 0, True]
-    row = data.rows("val")[0]
+    row = data.examples("val")[0]
     ids, labels = sample["input_ids"], sample["labels"].tolist()
     mr = tokenizer(row.mr, add_special_tokens=False)["input_ids"]
     text = tokenizer(" " + (row.ref or ""), add_special_tokens=False)["input_ids"]
@@ -103,7 +103,7 @@ def test_double_spaces_go_from_training_text_and_stay_in_references(tmp_path: Pa
 
 def test_limits(data: E2EData) -> None:
     limited = E2EData(source="generated", limit=10, eval_limit=3)
-    assert len(limited.rows("train")) == 10
+    assert len(limited.examples("train")) == 10
     assert [len(texts) for texts in limited.references("test")] == [2, 2, 2]
     with pytest.raises(ValueError, match="has max_length=5 or more tokens"):
         short = E2EData(source="generated", max_length=5)
@@ -150,9 +150,9 @@ def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         read_lora(path)
     monkeypatch.delenv("RECIPES_DATA", raising=False)
     with pytest.raises(ValueError, match="set --data.root, or RECIPES_DATA"):
-        E2EData().rows("train")
+        E2EData().examples("train")
     with pytest.raises(FileNotFoundError, match="trainset.csv is not there"):
-        E2EData(root=str(tmp_path)).rows("train")
+        E2EData(root=str(tmp_path)).examples("train")
     with pytest.raises(ValueError, match="format is 'csv', expected official or lora"):
         E2EData(format="csv")  # type: ignore[arg-type]
 
@@ -162,11 +162,12 @@ def test_real_files(recipes_data: Path) -> None:
     root = str(recipes_data / "e2e_nlg")
     for format, mrs in (("official", (4862, 547, 630)), ("lora", (4862, 547, 630))):
         data = E2EData(root=root, format=format)  # type: ignore[arg-type]
-        assert [len(data.rows(part)) for part in ("train", "val", "test")] == [42061, 4672, 4693]
+        counts = [len(data.examples(part)) for part in ("train", "val", "test")]
+        assert counts == [42061, 4672, 4693]
         found = tuple(len(data.references(part)) for part in ("train", "val", "test"))
         assert found == mrs
     data = E2EData(root=root)
     alone = [row.mr for row in read_e2e(recipes_data / "e2e_nlg" / "testset.csv")]
-    assert alone == data.meaning_representations("test")
-    names = {name for row in data.rows("train") for name in slots(row.mr)}
+    assert alone == data.prompts("test")
+    names = {name for row in data.examples("train") for name in slots(row.mr)}
     assert len(names) == 8 and "customer rating" in names

@@ -108,13 +108,17 @@ def test_entailment(folder, tmp_path):
     assert first["labels"].tolist() == [2, 0, 1] and first["images"].shape == (3, 3, 32, 32)
     # the official file: one line each, and "-" where people did not agree
     Image.new("RGB", (8, 8)).save(tmp_path / "123.jpg")
+    # U+2028 ends a line for Unicode, but not for JSON Lines
     lines = [
-        {"Flickr30K_ID": "123", "sentence2": "it rains", "gold_label": label}
+        {"Flickr30K_ID": "123", "sentence2": "it\u2028rains", "gold_label": label}
         for label in ("neutral", "-", "entailment")
     ]
-    (tmp_path / "snli_ve_dev.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "snli_ve_dev.jsonl").write_text(
+        "\n".join(json.dumps(line, ensure_ascii=False) for line in lines), encoding="utf-8"
+    )
     official = EntailmentData(root=str(tmp_path), tokenizer=str(folder / "tokenizer"), **SMALL)
     assert [(e.image, e.label) for e in official.entries("val")] == [("123.jpg", 1), ("123.jpg", 2)]
+    assert official.entries("val")[0].text == "it\u2028rains"
 
 
 def test_questions_and_their_answers(folder):
@@ -227,7 +231,7 @@ def test_entries_without_what_they_need(folder, tmp_path):
     with pytest.raises(ValueError, match="entry 0 is .* expected one with image, text, ref_id"):
         data.entries("val")
     data = EntailmentData(root=str(folder), files=lists('{"gold_label": "-"}\n{', "list.jsonl"))
-    with pytest.raises(ValueError, match=r"list.jsonl, line 2, is no json"):
+    with pytest.raises(ValueError, match=r"list.jsonl, line 2: this is no JSON"):
         data.entries("train")
 
 
@@ -247,7 +251,7 @@ def test_lists_that_cannot_be_used(folder, tmp_path):
     with pytest.raises(ValueError, match="entry 0 is .* expected one with an image and a caption"):
         data.entries("train")
     (tmp_path / "captions.json").write_text("[{")
-    with pytest.raises(ValueError, match=r"captions.json is no json"):
+    with pytest.raises(ValueError, match=r"captions.json: this is no JSON"):
         data.entries("train")
     with pytest.raises(FileNotFoundError, match="missing, expected a list"):
         CaptionData(root=str(folder), files={"val": ["none.json"]}).entries("val")

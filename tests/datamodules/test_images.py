@@ -554,7 +554,7 @@ def test_an_absent_torchvision_set_is_named(dataset, tmp_path):
 
 
 def test_an_unknown_torchvision_set_is_named():
-    with pytest.raises(ValueError, match="dataset is 'MNIST', expected one of CIFAR10, CIFAR100"):
+    with pytest.raises(ValueError, match="dataset is 'MNIST', expected CIFAR10, CIFAR100"):
         TorchvisionData("MNIST")
 
 

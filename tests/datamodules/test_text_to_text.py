@@ -16,7 +16,6 @@ QUESTIONS = [
     {"question": "Who?", "answers": []},
 ]
 SQUAD = {"data": [{"paragraphs": [{"context": "The sky is blue.", "qas": QUESTIONS}]}]}
-QUESTION = '{"question": "who wrote it", "answer": ["A. B.", "Ann B."]}\n'
 FILES = {
     "squad": {"train.json": json.dumps(SQUAD), "dev.json": json.dumps(SQUAD)},
     "nq_open": dict.fromkeys(
@@ -179,7 +178,7 @@ def test_a_set_with_other_columns_is_said(tmp_path):
 
 
 BAD = [
-    ({"form": "trivia"}, {}, "expected one of squad, nq_open"),
+    ({"form": "trivia"}, {}, "expected squad, nq_open, samsum, multi_news or columns"),
     ({"form": "squad", "source": "generated"}, {}, "expected nq_open without files"),
     ({"form": "squad", "source": "web"}, {}, "expected folder, hub or generated"),
     (
@@ -190,7 +189,7 @@ BAD = [
     ({"form": "squad", "source": "hub", "files": {"val": "a"}}, {}, "without files, which"),
     ({"form": "columns"}, {}, "expected the names of your train and val files"),
     ({"form": "samsum"}, {"train.json": "[1]"}, "not in SAMSum's form"),
-    ({"form": "samsum"}, {"train.json": "[{"}, "is no JSON"),
+    ({"form": "samsum"}, {"train.json": "[{"}, "train.json: this is no JSON"),
     ({"form": "squad"}, {"train.json": '{"data": [{"paragraphs": 3}]}'}, "not in SQuAD's form"),
     ({"form": "multi_news", "files": {"train": "a.txt"}}, {}, "a.txt has no src in its name"),
     ({"form": "multi_news"}, {"train.tgt": "one\n"}, "has 2 lines and train.tgt 1"),

@@ -14,6 +14,7 @@ from PIL import Image
 from datamodules.tokens import train_tokenizer
 from recipes.matformer.matvit import EXPERIMENT
 from recipes.nodes import LAST
+from recipes.records import instance_of
 from recipes.runner import command_line
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,7 +96,7 @@ def test_digits_are_those_of_the_demo(tmp_path, monkeypatch):
     checkpoint = run.out / "seed0" / "matvit" / LAST
     assert checkpoint.parents[1] in run.nodes
     assert str(checkpoint) in predicted.split() and str(checkpoint) in exported.split()
-    data = run.datamodule("matvit")
+    data = instance_of(run.parsed("matvit").data.as_dict())
     for one in pictures:
         pixels, label = np.array(Image.open(one))[..., 0], data.class_names.index(one.name[0])
         assert any(

@@ -8,7 +8,8 @@ import torch
 from transformers import BertConfig, BertForMaskedLM
 
 from lightning_modules.pela import factorize
-from lightning_modules.standalone import save
+from lightning_modules.standalone import plain, save
+from lightning_modules.tuning import tune
 from lightning_modules.vera import add_vera
 from tests.lightning_modules.matformer.test_export import IDS, IMAGES, in_a_clean_process, vit
 
@@ -51,6 +52,18 @@ def test_ranks_stand_in_the_manifest(tmp_path):
     assert manifest["low_rank"]["blocks.0.attn.qkv"] == [32, rank, 96, True]
     assert manifest["blocks"] == manifest["attributes"] == {}
     assert manifest["architecture"] == "vit_tiny_patch16_224"
+
+
+def test_what_peft_has_trained_is_merged():
+    model = tune(vit(), "lora", ["head"], 4, ["attn.qkv"])
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    with torch.no_grad():
+        expected = model(IMAGES)
+        torch.testing.assert_close(plain(model)(IMAGES), expected, rtol=1e-4, atol=1e-5)
+    assert type(model.blocks[0].attn.qkv) is torch.nn.Linear
+    assert list(model.state_dict()) == list(vit().state_dict())
 
 
 def test_nothing_of_an_earlier_model_stays(tmp_path):

@@ -18,6 +18,7 @@ from recipes.albef import compression, use
 from recipes.cli import parse, presets
 from recipes.experiment import Stage
 from recipes.ledger import ROOT
+from recipes.records import instance_of
 from recipes.results import read
 from recipes.runner import command_line
 from tests.recipes.report_checks import check_reports_of_parts
@@ -90,7 +91,7 @@ def test_chance_is_the_recall_of_random_scores(run):
     """Both directions; with several captions a picture has more than one right answer."""
     table = read(run.out)
     chance = table[(table.row == "chance") & (table.set == "retrieval")].set_index("metric").value
-    entries = run.datamodule("retrieval").entries("test")
+    entries = instance_of(run.parsed("retrieval").data.as_dict()).entries("test")
     pictures = torch.arange(len(entries))
     texts = pictures.repeat_interleave(torch.tensor([len(entry.captions) for entry in entries]))
     generator = torch.Generator().manual_seed(0)
@@ -206,6 +207,13 @@ def test_search_and_match_on_ones_own_pictures(run, pictures, tmp_path, monkeypa
     together, apart = searcher(files, sentences), [searcher([f], sentences) for f in files]
     # similarity of a picture does not depend on the others; k of them are matched in both
     torch.testing.assert_close(together[:, 0], apart[0][:, 0], rtol=1e-3, atol=1e-3)
+
+
+def test_a_sentence_of_a_file_is_a_line(tmp_path):
+    """Lines end as in any text file, not at U+2028, which Unicode takes for a line's end too."""
+    file = tmp_path / "sentences.txt"
+    file.write_text("a red\u2028disc\n\na square\n", encoding="utf-8")
+    assert use.sentences_of([str(file)]) == ["a red\u2028disc", "a square"]
 
 
 def test_a_question_on_a_picture(run, pictures, tmp_path):

@@ -16,7 +16,7 @@ def seen(seconds, on_progress):
 def test_processes_get_the_gpus_in_turn(tmp_path):
     pool = LocalPool(2, threads=1, gpus=["3", "GPU-5"])
     try:
-        tasks = [Task("t", seen, 4.0, tmp_path / f"{n}.log") for n in range(2)]
+        tasks = [Task(seen, 4.0, tmp_path / f"{n}.log") for n in range(2)]
         futures = [pool.submit(task, lambda text: None) for task in tasks]
         assert {future.result(timeout=120) for future in futures} == {"3", "GPU-5"}
     finally:

@@ -8,7 +8,7 @@ import torch
 from lightning_modules import standalone
 from lightning_modules.pela.downstream import build_backbone
 from recipes.nodes import LAST, Stage
-from recipes.records import at, type_of
+from recipes.records import at, instance_of
 from recipes.results import read
 from recipes.runner import command_line
 from tests.recipes.report_checks import check_reports_of_parts
@@ -52,7 +52,7 @@ def test_tiny_preset(name, repaired, tmp_path, monkeypatch):
     for node in run.nodes.values():
         if isinstance(node, Stage):
             saved = torch.load((node / LAST).path, weights_only=True, mmap=True)
-            data = type_of(node.parsed().data)(**node.parsed().data.init_args.as_dict())
+            data = instance_of(node.parsed().data.as_dict())
             epochs = at(node.parsed(), "trainer.max_epochs")
             assert epochs == (LONGER[name] if node.name == "larger_batch" else 1)
             assert saved["global_step"] == epochs * len(data.train_dataloader())

@@ -9,10 +9,9 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from jsonargparse import Namespace
 
 from datamodules import DigitsData
-from lightning_modules.pela import PELA, Classifier, LoRA
+from lightning_modules.pela import PELA, Classifier
 from recipes import results
 from recipes.claims import judge
 from recipes.cli import grid, parse, presets
@@ -20,6 +19,7 @@ from recipes.experiment import Measuring
 from recipes.nodes import Stage
 from recipes.pela import measures, vision
 from recipes.pela.study import TREATMENTS, Study, fraction_of, slice_of
+from recipes.records import instance_of
 from recipes.results import Row, tidy
 from recipes.runner import command_line, run_experiment
 from tests.recipes.report_checks import check_reports_of_parts
@@ -309,7 +309,7 @@ def test_what_a_step_costs(looking):
     small = measures.step_cost(measures.build(looking, **plain), measures.data_of(looking))
     larger = json.loads(json.dumps(looking.settings["data"], default=list))
     larger["init_args"]["batch_size"] = 32
-    data = measures.type_of(Namespace(larger))(**larger["init_args"])
+    data = instance_of(larger)
     large = measures.step_cost(measures.build(looking, **plain), data)
     weights = sum(p.numel() for p in measures.build(looking).model.parameters())
     assert small["fixed"] == large["fixed"] == 4 * 4 * weights
@@ -350,17 +350,3 @@ def test_the_sweep_trains_for_fewer_epochs(preset):
     share = grid(Path(FILE).with_name("vision_grid.yaml"), preset)["sweep_share"]
     epochs = parse(FILE, preset).trainer.max_epochs
     assert 1 <= round(share * epochs) < epochs
-
-
-def test_merged_lora_computes_the_same_on_dense_layers():
-    torch.manual_seed(0)
-    arguments = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
-    module = LoRA(num_classes=3, architecture="vit_tiny_patch16_224", model_args=arguments)
-    module.configure_model()
-    for name, parameter in module.model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-    model, x = measures.merged(module.eval()), torch.randn(2, 3, 8, 8)
-    torch.testing.assert_close(model(x), module(x))
-    assert type(model.blocks[0].attn.qkv) is torch.nn.Linear
-    assert any("lora" in name for name, _ in module.model.named_parameters())  # not changed

@@ -1,6 +1,9 @@
 """The tidy table: files, tables, paired comparisons, plots."""
 
 import math
+import os
+import subprocess
+import sys
 
 import matplotlib.image
 import pandas as pd
@@ -13,7 +16,6 @@ from recipes.results import (
     Row,
     by_seed,
     difference,
-    paired,
     read,
     tidy,
     write,
@@ -77,6 +79,16 @@ class TestFile:
         with pytest.raises(OSError, match="No space"):
             write(tmp_path / "results.csv", example("tiny"))
         assert (tmp_path / "results.csv").read_bytes() == before
+
+    def test_a_report_is_utf_8_in_any_locale(self, tmp_path):
+        """The ledger reads it as UTF-8."""
+        code = "import sys; from pathlib import Path; from recipes.results import write_report; "
+        code += r"write_report(Path(sys.argv[1]), ['\u03ba \u2264 2', '', 'so'])"
+        ascii_locale = {"LC_ALL": "C", "PYTHONUTF8": "0"}
+        command = [sys.executable, "-c", code, str(tmp_path / "new")]
+        subprocess.run(command, env={**os.environ, **ascii_locale}, check=True)
+        [report] = (tmp_path / "new").iterdir()  # and no half-written file beside it
+        assert report.read_text(encoding="utf-8") == "κ ≤ 2\n\nso\n"
 
     def test_one_number_has_one_line(self, tmp_path):
         with pytest.raises(ValueError, match=r"same number.*'row': 'lora'.*expected one"):
@@ -144,15 +156,6 @@ class TestDifference:
         assert found.diverged and found.n == 3 and found.text() == "diverged"
         assert not difference(pd.Series([1.0, 1.1]), pd.Series([2.0, 2.1])).diverged
 
-    def test_paired_compares_every_row_with_the_reference(self):
-        lines = paired(example(), "score", "lora", {"set": "RTE"})
-        assert lines["row"].tolist() == ["vera"]
-        assert lines["mean"].iloc[0] == pytest.approx(0.4 / 3) and lines["n"].iloc[0] == 3
-        both = paired(example(), "score", "lora", mean_over="set")
-        assert both["mean"].iloc[0] == pytest.approx(0.075) and both["n"].iloc[0] == 2
-        with pytest.raises(ValueError, match=r"'full': expected one of \['lora', 'vera'\]"):
-            paired(example(), "score", "full", {"set": "RTE"})
-
 
 ROWS = {"vera": "VeRA", "lora": "LoRA", "full": "full"}
 RTE = {"scale": 100, "where": {"set": "RTE"}}
@@ -188,9 +191,9 @@ class TestTable:
     def test_differences_in_a_table_of_sets(self):
         column = Column("VeRA − LoRA", "score", {"row": "vera"}, reference={"row": "lora"})
         table = tabulate(example(), ["RTE", "MRPC"], [column], index="set")
-        of_rte = paired(example(), "score", "lora", {"set": "RTE"}).iloc[0]
-        assert table.rows[0][0] == "RTE" and table.rows[0][1].startswith(f"{of_rte['mean']:+.1f} [")
-        assert [row[0] for row in table.rows] == ["RTE", "MRPC"]
+        found = difference(pd.Series([0.6, 0.8, 0.8]), pd.Series([0.5, 0.6, 0.7]))
+        assert table.rows[0] == ["RTE", found.text()] and found.text().startswith("+0.1 [")
+        assert table.rows[1][0] == "MRPC"
 
     def test_a_column_without_numbers_is_left_out(self):
         columns = [Column(metric, metric, {"set": "RTE"}) for metric in ("seconds", "score")]

@@ -17,7 +17,7 @@ from lightning_modules.vera import add_vera
 from recipes.cli import grid, presets
 from recipes.experiment import Stage
 from recipes.machine import OthersAtWork
-from recipes.records import at
+from recipes.records import at, instance_of
 from recipes.results import by_seed
 from recipes.runner import command_line
 from recipes.vera import ablations, methods
@@ -85,7 +85,7 @@ def test_glue(tmp_path):
 def test_the_majority_class_is_that_of_the_training_part(tmp_path):
     _, table, _ = run("glue", tmp_path, "--rows", "head", "--trainer.limit_train_batches", "1")
     [stage] = [s for n, s in declared("glue", "--rows", "head").items() if n == "RTE_head"]
-    data = stage.run.datamodule("glue", 0)
+    data = instance_of(stage.parsed().data.as_dict())
     train, scored = (
         torch.tensor([example.label for example in data.examples(part)])
         for part in ("train", "val")
@@ -103,7 +103,7 @@ def test_images(tmp_path):
     # ten images of each of five classes, ten epochs of five batches; all test images are scored
     assert set(values_of(table, "examples", name).values()) == {50}
     assert set(values_of(table, "updates", name).values()) == {50}
-    data = finished.datamodule("images")
+    data = instance_of(finished.parsed("images").data.as_dict())
     assert set(values_of(table, "scored", name).values()) == {len(data.test_set)} != {50}
     assert values_of(table, "score", name)["chance"] == 0.2
     assert "ViT-L, VeRA | 87.5 | 79.2 | 99.2 | 78.6" in text and "images.png" in text

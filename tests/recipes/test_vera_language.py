@@ -14,6 +14,7 @@ from datamodules import InstructionData
 from datamodules.instructions import (
     fill_template,
     follow_up,
+    read_instructions,
     read_questions,
     write_instructions,
 )
@@ -205,6 +206,17 @@ def test_trials_see_no_response_that_is_scored(tmp_path):
     assert nodes["training part"].settings["file"] == "other.json"
     assert nodes["Alpaca_vera_lr0.004"].parsed().data.init_args.file == instruct.TRAINING
     assert nodes["Alpaca_vera"].parsed().data.init_args.file == "other.json"
+
+
+def test_a_response_may_hold_unicodes_line_ends(tmp_path):
+    """U+2028 ends no line of a jsonl file."""
+    entries = [{"instruction": "say", "input": "", "output": f"a\u2028{n}"} for n in range(4)]
+    lines = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
+    (tmp_path / "a.jsonl").write_text(lines, encoding="utf-8")
+    settings = {"source": "folder", "root": str(tmp_path), "file": "a.jsonl", "val_fraction": 0.25}
+    list(instruct.write_training_part(Measuring(0, settings, {}, tmp_path / "node")))
+    written = read_instructions(tmp_path / "node" / "trials" / instruct.TRAINING)
+    assert len(written) == 3 and all(one.response.startswith("a\u2028") for one in written)
 
 
 def test_llama_counts():

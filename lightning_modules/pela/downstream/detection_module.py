@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torchmetrics.detection import MeanAveragePrecision
 from torchvision.extension import _has_ops
 
+from lightning_modules.labels import IGNORED
 from lightning_modules.pela.downstream.detection import Detector, postprocess
 from lightning_modules.pela.downstream.mask_rcnn import MaskDetector, in_pixels
 from lightning_modules.pela.downstream.module import Downstream
@@ -36,7 +37,7 @@ class CocoDetection(Downstream):
         for i, index in enumerate(indices.tolist()):
             # padding of the last batch is scored as an image without boxes, because torchmetrics
             # needs equally many images on every rank
-            if index == -100:
+            if index == IGNORED:
                 for side in (detections, truths):
                     side[i] = {name: values[:0] for name, values in side[i].items()}
         self.scores.update(detections, truths)

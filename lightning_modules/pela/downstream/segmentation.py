@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from transformers import UperNetConfig
 from transformers.models.upernet.modeling_upernet import UperNetFCNHead, UperNetHead
 
+from lightning_modules.labels import IGNORED
 from lightning_modules.pela.downstream.pyramid import Pyramid
 
 
@@ -52,9 +53,9 @@ def segmentation_loss(
     Returns:
         A scalar; 0 where no pixel is labelled.
     """
-    labelled = (labels != -100).sum().clamp(min=1)
+    labelled = (labels != IGNORED).sum().clamp(min=1)
     main, auxiliary = (
-        F.cross_entropy(logits.float(), labels, ignore_index=-100, reduction="sum") / labelled
+        F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum") / labelled
         for logits in outputs
     )
     return main + auxiliary_weight * auxiliary

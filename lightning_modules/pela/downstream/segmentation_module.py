@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
+from lightning_modules.labels import IGNORED
 from lightning_modules.pela.downstream.module import Downstream
 from lightning_modules.pela.downstream.pyramid import Pyramid
 from lightning_modules.pela.downstream.segmentation import Segmenter, segmentation_loss, slide
@@ -27,8 +28,8 @@ class Segmentation(Downstream):
         super().__init__(**kwargs)
         classes = self.settings.num_classes
         # torchmetrics.segmentation.MeanIoU averages over images; mmseg's mIoU sums pixels first
-        self.miou = MulticlassJaccardIndex(classes, ignore_index=-100)
-        self.accuracy = MulticlassAccuracy(classes, average="micro", ignore_index=-100)
+        self.miou = MulticlassJaccardIndex(classes, ignore_index=IGNORED)
+        self.accuracy = MulticlassAccuracy(classes, average="micro", ignore_index=IGNORED)
 
     def build(self, backbone: nn.Module) -> Segmenter:
         """UPerNet."""

@@ -4,8 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForMaskedLM, BertConfig, BertForMaskedLM
 
-from lightning_modules.self_distillation import mask_tokens, masked_language_modelling
-from lightning_modules.self_distillation.masked_text import hidden_logits, token_loss
+from lightning_modules.self_distillation.masked_text import hidden_logits, mask_tokens, token_loss
 
 CLS, SEP, PAD, MASK, VOCABULARY = 0, 1, 2, 3, 30
 SPECIAL = [CLS, SEP, PAD, MASK]
@@ -148,10 +147,12 @@ def test_a_transformers_model_in_autocast():
     ids, attention = text(1, 20)  # of one example: its tokens' mean is transformers' loss
     corrupted, labels = mask(ids, attention, probability=0.5, generator=seeded())
     theirs = model(input_ids=corrupted, attention_mask=attention, labels=labels).loss
-    ours = masked_language_modelling(model, corrupted, labels, attention_mask=attention)
+    logits = hidden_logits(model, corrupted, labels, attention_mask=attention)
+    ours = token_loss(logits, labels)
     torch.testing.assert_close(ours, theirs)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = masked_language_modelling(model, corrupted, labels, attention_mask=attention)
-        assert model(input_ids=corrupted).logits.dtype == torch.bfloat16
+        logits = hidden_logits(model, corrupted, labels, attention_mask=attention)
+        loss = token_loss(logits, labels)
+    assert logits.dtype == torch.bfloat16
     assert loss.dtype == torch.float32
     assert abs(loss - ours) < 0.05

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from transformers import BertConfig, BertModel
 
 from callbacks.seeding import SeedEveryStep
+from lightning_modules.labels import IGNORED
 from lightning_modules.vera import ImageTuning, LanguageTuning, TextTuning
-from lightning_modules.vera.module import IGNORED
 from lightning_modules.vera.scores import classification_scores, loss_of
 from lightning_modules.vera.targets import resolve
 

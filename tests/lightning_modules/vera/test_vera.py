@@ -23,14 +23,8 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from lightning_modules.vera import (
-    add_vera,
-    lora_factors,
-    merge,
-    strip,
-    trainable_names,
-    unmerge,
-)
+from lightning_modules.tuning import trainable
+from lightning_modules.vera import add_vera, lora_factors, merge, strip, unmerge
 from lightning_modules.vera.vera import layers_of, projections_of, vectors_of
 
 
@@ -121,13 +115,9 @@ def test_counts_of_the_paper(build, rank, targets, expected):
         model = build()
     before = list(model.state_dict())
     add_vera(model, rank, targets)
-    names = trainable_names(model)
-    parameters = dict(model.named_parameters())
-    assert sum(parameters[name].numel() for name in names) == expected
-    assert [name for name, p in parameters.items() if p.requires_grad] == sorted(
-        names, key=list(parameters).index
-    )
-    assert sorted(model.state_dict()) == sorted([*before, *names])  # no A or B anywhere
+    trained = trainable(model)
+    assert sum(p.numel() for p in trained.values()) == expected
+    assert sorted(model.state_dict()) == sorted([*before, *trained])  # no A or B anywhere
     assert len(projections_of(model)) == 1
 
 
@@ -149,11 +139,11 @@ def test_the_start_is_the_base(dtype, train):
     # Slices are products of their own there, so the last bits are the BLAS library's.
     tight = {"rtol": 0, "atol": 1e-14} if dtype == torch.float64 else {}
     torch.testing.assert_close(dense, expected, **tight)
-    names = [n for n in trainable_names(model) if "vera_" in n]
+    names = [n for n in trainable(model) if "vera_" in n]
     assert {n.rpartition("vera_")[2][0] for n in names} == set(train)
     forced(model, "factored")(x).sum().backward()
     trained = {n for n, p in model.named_parameters() if p.grad is not None}
-    assert trained == set(trainable_names(model))
+    assert trained == set(trainable(model))
     # The first step has somewhere to go.
     assert any(model.get_parameter(n).grad.abs().sum() > 0 for n in names)
 
@@ -588,7 +578,7 @@ def test_models_that_cannot_be_adapted():
     model = add_vera(toy(), 8, "query")
     with pytest.raises(ValueError, match="has VeRA layers already"):
         add_vera(model, 8, "proj")
-    for use in (merge, unmerge, strip, trainable_names):
+    for use in (merge, unmerge, strip):
         with pytest.raises(ValueError, match="Toy has no VeRA layer: call add_vera"):
             use(toy())
     tied = toy()
