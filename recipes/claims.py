@@ -40,6 +40,14 @@ SUPPORTED, REFUTED = "supported", "refuted"
 UNDECIDED, NOT_JUDGED = "undecided", "not judged"
 MOST_SEEDS = 1000
 POWER = 0.8  # probability of a verdict that `seeds_needed` asks for, as Cohen (1988) advises
+UNITS = {  # of metrics, as they are printed
+    **dict.fromkeys(("loss", "val_loss", "loss at budget", "loss by slope", "below the line",
+                     "kl"), "nats"),
+    **dict.fromkeys(("gain", "deviation", "BLEU", "points per 1K"), "points"),
+    **dict.fromkeys(("trained", "tuned"), "parameters"),
+    **dict.fromkeys(("high", "low"), "powers of ten"),
+    "macs": "multiply-adds", "peak": "MB", "seconds": "ms", "uncollapsed": "of the draws",
+}  # fmt: skip
 COMPUTE = "compute:"  # begins the reason of a claim whose rows were not run
 
 
@@ -58,6 +66,9 @@ class Comparison:
         exact: judged by the mean alone: counts, the same for every seed, or values of 1 and 0.
         scale: factor by which differences are multiplied when printed: 100 for points.
         digits: decimals of differences when printed.
+        unit: of differences when printed, where UNITS has none for the metric; "points" at scale
+            100.
+        says: of a gate, what it asks for, in words.
     """
 
     metric: str
@@ -69,12 +80,14 @@ class Comparison:
     exact: bool = False
     scale: float = 1.0
     digits: int = 2
+    unit: str = ""
+    says: str = ""
 
     @property
     def title(self) -> str:
-        """What is compared, such as "accuracy vera − lora"."""
-        b = "" if self.b is None else f" − {_named(self.b)}"
-        return f"{self.metric} {_named(self.a)}{b}"
+        """What is compared, such as "accuracy of vera and of lora"."""
+        b = "" if self.b is None else f" and of {_named(self.b)}"
+        return f"{self.metric} of {_named(self.a)}{b}"
 
     def side(self, table: pd.DataFrame, one: str | Where) -> pd.Series:
         """Values of one side, indexed by seed."""
@@ -113,6 +126,8 @@ class Comparison:
             return ""
         limit = self.threshold * self.scale
         text = compared.text(self.scale, self.digits, interval=not self.exact)
+        unit = self.unit or UNITS.get(self.metric, "points" if self.scale == 100 else "")
+        text += f" {unit}" * bool(unit)
         text += f" (must exceed {limit:+.{self.digits}f})" if self.threshold else ""
         return text if self.exact else f"{text}, n = {compared.n}"
 
@@ -177,7 +192,7 @@ def judge(claim: Claim, table: pd.DataFrame) -> tuple[str, str, str]:
     compared = [test.difference(table) for test in tests]
     for test, one in zip(tests, compared, strict=True):
         if not one.n:
-            return NOT_JUDGED, "", left_out or f"{COMPUTE} {test.title} is not measured"
+            return NOT_JUDGED, "", left_out or f"{COMPUTE} not measured: {test.title}"
     if any(one.diverged for one in compared):
         return NOT_JUDGED, "", "a seed has diverged: its value is no finite number"
     words = [test.verdict(one) for test, one in zip(tests, compared, strict=True)]
@@ -214,11 +229,12 @@ def _several(comparisons: Comparison | Sequence[Comparison] | None) -> list[Comp
 def _why_shut(gate: Comparison, table: pd.DataFrame) -> str:
     """Why a gate is shut; "" if it is open."""
     compared = gate.difference(table)
+    asked = f", that {gate.says}" if gate.says else f" on {gate.title}"
     if not compared.n:
-        return f"{COMPUTE} the gate, {gate.title}, is not measured"
+        return f"{COMPUTE} the gate is not measured{asked}"
     if gate.verdict(compared) == SUPPORTED:
         return ""
-    reason = f"the gate is shut: {gate.title} = {gate.text(compared)}"
+    reason = f"the gate is shut{asked}: {gate.text(compared)}"
     if compared.n == 1 and not gate.exact:
         return f"{reason}: one seed has no interval, a second is needed"
     return reason

@@ -46,6 +46,7 @@ class Run:
         command: the command line, for the report.
         nodes: by folder, in the order of their declaration.
         has_rows: whether the experiment has rows that --rows can choose.
+        measured_on: models and data of the preset, in words; see `Experiment`.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Run:
     command: str = ""
     nodes: dict[Path, Node] = field(default_factory=dict)
     has_rows: bool = False
+    measured_on: str = ""
 
     def stage(
         self,
@@ -264,6 +266,8 @@ class Experiment:
         report: returns the report's Markdown paragraphs, computed from the table alone; may draw
             plots into run.out.
         options: adds the experiment's own arguments to its command line.
+        measured_on: models and data in words, by preset, for reports; {sets} and {models} stand for
+            those that the table has: "SST-2, MiniLM" in its column `set` is a set and a model.
     """
 
     name: str
@@ -273,6 +277,7 @@ class Experiment:
     declare: Callable[[Run], None]
     report: Callable[[pd.DataFrame, Run], list[str]]
     options: Callable[[ArgumentParser], None] = lambda parser: None
+    measured_on: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:

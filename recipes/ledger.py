@@ -13,17 +13,20 @@ from pathlib import Path
 import pandas as pd
 
 from recipes.claims import COMPUTE, NOT_JUDGED, REFUTED, SUPPORTED, UNDECIDED, Claim, judge
+from recipes.provenance import MEASURED_ON
 from recipes.results import read
 from recipes.tables import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 MEANING = (
-    "Differences are paired by seed, with the 95 % interval of Student's "
-    "t. A claim is supported if the interval lies above its threshold (0 unless it is given), "
-    "refuted if it lies below, and undecided if it contains the threshold (the verdict says "
-    "how many seeds would decide with 80 % power, if mean and spread stay as they are). It is "
-    "not judged if its gate is shut: a gate is a comparison that must be supported before "
-    "models of this size can say anything about the claim."
+    "Differences are paired by seed, with the 95 % interval of Student's t, and positive where "
+    "they speak for the claim; one without an interval is exact, or the same for every seed. "
+    "Losses are in nats: a perplexity ten times as high is ln 10 = 2.303 nats more. A claim is "
+    "supported if the interval lies above its threshold (0 unless it is given), refuted if it "
+    "lies below, and undecided if it contains the threshold (the verdict says how many seeds "
+    "would decide with 80 % power, if mean and spread stay as they are). It is not judged if its "
+    "gate is shut: a gate is a comparison that must be supported before models of this size can "
+    "say anything about the claim."
 )
 WORDS = (SUPPORTED, REFUTED, UNDECIDED, NOT_JUDGED)
 ON_THIS_RUN = "## The paper's claims, judged on this run"  # the last heading of a report
@@ -41,6 +44,7 @@ class Verdict:
         measured: differences, intervals and n.
         reason: why it is not judged, or how many seeds would decide.
         source: the report's line of provenance: command, device, date, commit.
+        measured_on: the models and data of the table, from its report.
     """
 
     claim: Claim
@@ -50,6 +54,7 @@ class Verdict:
     measured: str = ""
     reason: str = ""
     source: str = ""
+    measured_on: str = ""
 
     @property
     def command(self) -> str:
@@ -101,15 +106,15 @@ def verdicts_on(table: pd.DataFrame, experiment: str, preset: str, source: str) 
 def judge_all(root: Path = ROOT) -> list[Verdict]:
     """A verdict for each claim and each preset with a table under results/, except tiny."""
     tables = [
-        (part, _source(file.parent))
+        (part, _source(file.parent), _measured_on(file.parent))
         for file in sorted((root / "results").rglob("results.csv"))
         for _, part in read(file).groupby(["experiment", "preset"], sort=False)
     ]
     verdicts = []
     for experiment, claim in claims(root):
         judged = [
-            Verdict(claim, experiment, part["preset"].iloc[0], *judge(claim, part), source)
-            for part, source in tables
+            Verdict(claim, experiment, part["preset"].iloc[0], *judge(claim, part), *lines)
+            for part, *lines in tables
             if part["experiment"].iloc[0] == experiment
             and part["preset"].iloc[0] != "tiny"
             and claim.preset in ("", part["preset"].iloc[0])
@@ -133,9 +138,18 @@ def _not_run(experiment: str, preset: str) -> str:
 
 def _source(folder: Path) -> str:
     """The line of provenance in the report beside a table."""
+    return _line(folder, r"(`.*` · \d+ seeds? · .*)")
+
+
+def _measured_on(folder: Path) -> str:
+    """The models and data that the report beside a table names."""
+    return _line(folder, rf"{MEASURED_ON}(.*)\.$")
+
+
+def _line(folder: Path, pattern: str) -> str:
     report = folder / "report.md"
     lines = report.read_text(encoding="utf-8").splitlines() if report.is_file() else []
-    return next((line for line in lines if re.match(r"`.*` · \d+ seeds? · ", line)), "")
+    return next((match[1] for line in lines if (match := re.match(pattern, line))), "")
 
 
 def overview(verdicts: Sequence[Verdict]) -> str:
@@ -167,18 +181,21 @@ def summary(verdicts: Sequence[Verdict]) -> str:
 
 
 def _judged(verdicts: Sequence[Verdict], commands: bool = True) -> str:
-    header = ["claim", "paper", "ours, with 95 % interval", "verdict"]
+    placed = any(one.measured_on for one in verdicts)  # not in a report, which names them on top
+    header = ["claim", "paper", *(["measured on"] if placed else []), "ours, with 95 % interval"]
+    header += ["verdict", *(["command"] if commands else [])]
     rows = [
         [
             _sentence(one.claim),
             one.claim.number,
+            *([one.measured_on] if placed else []),
             one.measured,
             f"**{one.word}**" + (f": {one.reason}" if one.reason else ""),
             *([one.command] if commands else []),
         ]
         for one in verdicts
     ]
-    return _markdown([*header, *(["command"] if commands else [])], rows)
+    return _markdown(header, rows)
 
 
 def _sentence(claim: Claim) -> str:

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from recipes.records import read_record
 if TYPE_CHECKING:
     from recipes.experiment import Run
 
+MEASURED_ON = "Measured on "  # begins the line of models and data
 SMOKE_TEST = (
     "**A smoke test**: preset `tiny` shows that every stage runs; its models are too small and its "
     "trainings too short to say anything about the paper."
@@ -35,7 +37,8 @@ def provenance(run: "Run", table: pd.DataFrame) -> str:
     """The line of a report that says what its numbers come from.
 
     Device, version, date and commit are those of the trainings and measurements, which may have run
-    at different times. At preset tiny, a line on top calls it a smoke test.
+    at different times. A line above says on which models and data; at preset tiny, that it is a
+    smoke test.
     """
     records = [read_record(node.folder) for node in run.nodes.values()]
     origins = [one for record in records for one in record.get("made", [])]
@@ -49,7 +52,27 @@ def provenance(run: "Run", table: pd.DataFrame) -> str:
         f"`{run.command}` · {seeds} seed{'s' if seeds != 1 else ''} · {device} · "
         f"torch {software} · {date} · commit {commit}"
     )
-    return f"{SMOKE_TEST}\n\n{line}" if set(table["preset"]) == {"tiny"} else line
+    if set(table["preset"]) == {"tiny"}:
+        return f"{SMOKE_TEST}\n\n{line}"
+    where = measured_on(run.measured_on, table, run.command)
+    return f"{where}\n\n{line}" if where else line
+
+
+def measured_on(words: str, table: pd.DataFrame, command: str) -> str:
+    """The line of a report that names models and data; "" without words.
+
+    Args:
+        words: see `Experiment.measured_on`.
+        table: whose sets and models take the place of {sets} and {models}.
+        command: of the run; where it has flags of models or data, the line says so.
+    """
+    if not words:
+        return ""
+    parts = [str(one).partition(", ") for one in table["set"].dropna().unique() if one]
+    sets, models = (dict.fromkeys(part[place] for part in parts if part[place]) for place in (0, 2))
+    text = words.format(sets=", ".join(sets), models=" and ".join(models))
+    chosen = re.search(r"--(\w+\.)?(data|model\.(architecture|init_from|model_args))\b", command)
+    return f"{MEASURED_ON}{text}{' (but see the flags of the command)' * bool(chosen)}."
 
 
 def git_commit() -> str:

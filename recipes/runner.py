@@ -158,6 +158,7 @@ def command_line(experiment: Experiment, argv: list[str] | None = None) -> Run:
             "--trainer.num_nodes and --trainer.strategy, or --cluster"
         )
     return Run(
+        measured_on=experiment.measured_on.get(options.preset, ""),
         name=experiment.name,
         folder=experiment.folder,
         preset=options.preset,

@@ -21,6 +21,7 @@ recipes/albef/use.py applies the trained models to your own pictures.
 
 import functools
 import json
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -274,9 +275,12 @@ def _gates(ratio: str) -> tuple[Comparison, ...]:
     without repair before fine-tuning.
     """
     return (
-        _compare("dense", "frozen", 0.05),
-        _compare("dense", f"direct_k{ratio}", 0.05, ZERO_SHOT),
-    )
+        replace(_compare("dense", "frozen", 0.05),
+                says="the dense model is five points better than with frozen encoders"),
+        replace(_compare("dense", f"direct_k{ratio}", 0.05, ZERO_SHOT),
+                says=f"before fine-tuning, low rank at κ {ratio} without repair is five points "
+                "worse than the dense model"),
+    )  # fmt: skip
 
 
 CLAIMS = [
@@ -411,6 +415,7 @@ EXPERIMENT = Experiment(
     description=__doc__ or "",
     declare=declare,
     report=report,
+    measured_on={"small": "an ALBEF pre-trained here on Flickr8k, and retrieval there"},
 )
 
 

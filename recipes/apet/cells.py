@@ -272,16 +272,21 @@ def uncollapsed(nodes: Mapping[str, Finished]) -> float:
     return float(all(values_of(node).get(COLLAPSED, 2) > 1 for node in nodes.values()))
 
 
-def gates(models: Sequence[str], valid: str) -> tuple[Comparison, ...]:
+def gates(models: Sequence[str], valid: str, says: str) -> tuple[Comparison, ...]:
     """The conditions for judging a claim: on each task, in each model that it compares.
 
     Full fine-tuning is five points above the commonest class, else methods cannot differ; and the
-    metric `valid`, which is 1 or 0, is 1 for every seed.
+    metric `valid`, which is 1 or 0, is 1 for every seed; `says` says what it means.
     """
+    learnt = "full fine-tuning of {} is five points above the commonest class"
     return (
-        *(Comparison("gain", model, threshold=5.0) for model in models),
-        *(Comparison(valid, model, threshold=0.99, exact=True) for model in models),
-    )
+        *(Comparison("gain", one, threshold=5.0, says=learnt.format(one)) for one in models),
+        *(
+            Comparison(valid, one, threshold=0.99, exact=True, unit="of the seeds",
+                       says=f"{says} of {one}")
+            for one in models
+        ),
+    )  # fmt: skip
 
 
 def values_of(node: Finished) -> dict[str, float]:

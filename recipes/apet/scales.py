@@ -164,7 +164,7 @@ def falls(small: str, large: str, preset: str) -> Claim:
         where="Section 4, Fig. 2",
         number="BERT 5.08 → 2.65, BLOOM 3.46 → 2.50, T5 2.75 → 1.72",
         test=Comparison("deviation", small, large, mean_over="set"),
-        gate=gates((small, large), "uncollapsed"),
+        gate=gates((small, large), "uncollapsed", "no training has collapsed"),
         preset=preset,
     )
 
@@ -175,7 +175,19 @@ FURTHER = {  # besides the encoders
     ("T5-small", "T5-XXL"): "paper",
 }
 CLAIMS = [falls(*pair, preset) for pair, preset in (PAIRS | FURTHER).items()]
-EXPERIMENT = Experiment("apet.scales", __file__, "encoder", __doc__ or "", declare, report, options)
+EXPERIMENT = Experiment(
+    "apet.scales",
+    __file__,
+    "encoder",
+    __doc__ or "",
+    declare,
+    report,
+    options,
+    measured_on={
+        "small": "{models}, {sets}",
+        "small_widths": "BERTs of {models} pre-trained here on wikitext2, {sets}",
+    },
+)
 
 
 def main(argv: list[str] | None = None) -> Run:

@@ -122,13 +122,18 @@ CLAIMS = [
             "accuracy", {"row": "lora", "set": "MRPC → RTE"}, threshold=ABOVE_GUESSING, scale=100
         ),
         gate=Comparison(
-            "accuracy", {"row": "lora", "set": "RTE → RTE"}, threshold=ABOVE_GUESSING, scale=100
+            "accuracy",
+            {"row": "lora", "set": "RTE → RTE"},
+            threshold=ABOVE_GUESSING,
+            scale=100,
+            says="LoRA tuned on RTE exceeds the commonest class there",
         ),
     )
 ]
 EXPERIMENT = Experiment(
     "apet.transfer", __file__, "encoder", __doc__ or "", declare, report,
     lambda parser: options(parser, ["tasks"]),
+    measured_on={"small": "MiniLM (22.7M parameters), RTE and MRPC"},
 )  # fmt: skip
 
 

@@ -85,7 +85,15 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     ]
 
 
-EXPERIMENT = Experiment("matformer.heads", __file__, "matvit", __doc__ or "", declare, report)
+EXPERIMENT = Experiment(
+    "matformer.heads",
+    __file__,
+    "matvit",
+    __doc__ or "",
+    declare,
+    report,
+    measured_on=matvit.EXPERIMENT.measured_on,
+)
 
 
 def main(argv: list[str] | None = None) -> Run:

@@ -69,16 +69,23 @@ def size_matters(row: str) -> Comparison:
     """The condition for judging anything: a row's XL has a clearly lower loss than its S."""
     small, large = ({"row": row, "set": size} for size in ("S", "XL"))
     # `where` names the sets, so that this is one gate and not one for each set
-    return Comparison("loss", small, large, 0.02, where={"set": ["S", "XL"]}, digits=3)
+    return Comparison(
+        "loss", small, large, 0.02, where={"set": ["S", "XL"]}, digits=3,
+        says=f"XL of the row {row!r} has a loss at least 0.02 nats below that of its S",
+    )  # fmt: skip
 
 
 def have_learnt(row: str) -> list[Comparison]:
     """The condition for comparing with the models of a row, which are trained alone."""
     before, after = ({"row": row, "x": quarter} for quarter in (3.0, 4.0))
     return [
-        Comparison("val_loss", after, before, -LEARNT, where={"set": size}, digits=3)
+        Comparison(
+            "val_loss", after, before, -LEARNT, where={"set": size}, digits=3,
+            says=f"the loss of {size} of the row {row!r} falls by less than {LEARNT} nats in the "
+            "last quarter of its training",
+        )
         for size in SIZES
-    ]
+    ]  # fmt: skip
 
 
 METRICS = {"loss": "loss", "agreement": "equal greedy tokens, %", "kl": "KL(XL ‖ submodel), nats"}
@@ -558,7 +565,15 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     return paragraphs + fit_report(table, run, {"matlm": NESTED["matlm"], INDEPENDENT: INDEPENDENT})
 
 
-EXPERIMENT = Experiment("matformer.matlm", __file__, "matlm", __doc__ or "", declare, report)
+EXPERIMENT = Experiment(
+    "matformer.matlm",
+    __file__,
+    "matlm",
+    __doc__ or "",
+    declare,
+    report,
+    measured_on={"small": "decoders below a million parameters, bytes of installed Python source"},
+)
 
 
 def main(argv: list[str] | None = None) -> Run:

@@ -145,7 +145,13 @@ CLAIMS = [
     )
 ]
 EXPERIMENT = Experiment(
-    "matformer.probabilities", __file__, "matvit", __doc__ or "", declare, report
+    "matformer.probabilities",
+    __file__,
+    "matvit",
+    __doc__ or "",
+    declare,
+    report,
+    measured_on=matvit.EXPERIMENT.measured_on,
 )
 
 

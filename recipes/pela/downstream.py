@@ -169,11 +169,10 @@ def claims(task: Task, where: str, saved: str) -> list[Claim]:
     """
     score = next(iter(task.scores))
 
-    def compare(a: str, b: str, threshold: float = 0.0) -> Comparison:
-        return Comparison(score, a, b, threshold, scale=100)
+    def compare(a: str, b: str, threshold: float = 0.0, says: str = "") -> Comparison:
+        return Comparison(score, a, b, threshold, scale=100, says=says)
 
-    # there is something to repair: without repair low rank loses more than the point allowed below
-    gate = compare("dense", "direct", 0.01)
+    gate = compare("dense", "direct", 0.01, "low rank without repair loses more than a point")
     return [
         Claim(
             f"{task.name}: near dense",
@@ -200,6 +199,6 @@ def claims(task: Task, where: str, saved: str) -> list[Claim]:
             "The model needs fewer multiply-adds with a low-rank backbone than with the dense one.",
             where,
             saved,
-            Comparison("macs", "dense", "direct", scale=1e-9, exact=True),
+            Comparison("macs", "dense", "direct", scale=1e-9, exact=True, unit="10⁹ multiply-adds"),
         ),
     ]

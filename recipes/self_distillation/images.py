@@ -217,6 +217,9 @@ EXPERIMENT = Experiment(
     declare=functools.partial(declare, kind="images"),
     report=images_report,
     options=options,
+    measured_on={
+        "small": "a masked auto-encoder from the first nine blocks of DINOv2's ViT-S/14, {sets}"
+    },
 )
 
 

@@ -248,7 +248,15 @@ CLAIMS = [
     ),
 ]
 
-EXPERIMENT = Experiment("vera.analysis", __file__, "glue", __doc__ or "", declare, report)
+EXPERIMENT = Experiment(
+    "vera.analysis",
+    __file__,
+    "glue",
+    __doc__ or "",
+    declare,
+    report,
+    measured_on={"small": "MiniLM (22.7M parameters), SST-2"},
+)
 
 
 def main(argv: list[str] | None = None) -> Run:

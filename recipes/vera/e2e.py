@@ -180,7 +180,9 @@ CLAIMS = [
             where="Table 3, GPT-2 medium",
             number=f"{vera:.{SCORES[name]}f} and {lora:.{SCORES[name]}f}",
             test=Comparison(name, "vera", "lora", threshold=-limit),
-            gate=Comparison("BLEU", "full", threshold=30.0),
+            gate=Comparison(
+                "BLEU", "full", threshold=30.0, says="full fine-tuning has a BLEU above 30"
+            ),
         )
         for (name, (limit, words)), vera, lora in zip(NEAR.items(), *MEDIUM, strict=True)
     ),
@@ -194,7 +196,15 @@ CLAIMS = [
     ),
 ]
 
-EXPERIMENT = Experiment("vera.e2e", __file__, "e2e", __doc__ or "", declare, report)
+EXPERIMENT = Experiment(
+    "vera.e2e",
+    __file__,
+    "e2e",
+    __doc__ or "",
+    declare,
+    report,
+    measured_on={"small": "SmolLM2-135M-Instruct (from 4 bits), E2E"},
+)
 
 
 def main(argv: list[str] | None = None) -> Run:

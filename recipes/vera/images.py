@@ -116,7 +116,14 @@ def close(name: str, row: str, number: str, threshold: float) -> Claim:
             "score", "vera", row, threshold=threshold, mean_over="set", scale=100, digits=1
         ),
         # where the head alone is as good as full fine-tuning, methods cannot differ
-        gate=Comparison("score", "full", "head", scale=100, digits=1),
+        gate=Comparison(
+            "score",
+            "full",
+            "head",
+            scale=100,
+            digits=1,
+            says="full fine-tuning is better than the head alone",
+        ),
     )
 
 
@@ -126,7 +133,15 @@ CLAIMS = [
     close("images: VeRA above the head alone", "head", "84.8 and 77.7", 0.0),
 ]
 
-EXPERIMENT = Experiment("vera.images", __file__, "images", __doc__ or "", declare, report)
+EXPERIMENT = Experiment(
+    "vera.images",
+    __file__,
+    "images",
+    __doc__ or "",
+    declare,
+    report,
+    measured_on={"small": "the first nine blocks of DINOv2's ViT-S/14, {sets}"},
+)
 
 
 def main(argv: list[str] | None = None) -> Run:

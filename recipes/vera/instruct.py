@@ -263,7 +263,7 @@ CLAIMS = [
         where="Table 4, Llama 7B (MT-Bench)",
         number="4.77 and 5.03",
         test=Comparison("loss", "lora", "vera", threshold=-0.05, digits=3),
-        gate=Comparison("loss", START, "lora", digits=3),
+        gate=Comparison("loss", START, "lora", digits=3, says="LoRA lowers the loss"),
     ),
     Claim(
         name="instructions: MT-Bench",
@@ -275,7 +275,15 @@ CLAIMS = [
     ),
 ]
 
-EXPERIMENT = Experiment("vera.instruct", __file__, "instruct", __doc__ or "", declare, report)
+EXPERIMENT = Experiment(
+    "vera.instruct",
+    __file__,
+    "instruct",
+    __doc__ or "",
+    declare,
+    report,
+    measured_on={"small": "SmolLM2-135M-Instruct (from 4 bits), instructions of Alpaca"},
+)
 
 
 def main(argv: list[str] | None = None) -> Run:

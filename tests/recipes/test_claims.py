@@ -43,7 +43,7 @@ A_B = Comparison("accuracy", "a", "b", scale=100, digits=1)
 class TestVerdict:
     def test_the_interval_decides(self):
         above = table(a=[0.52, 0.53, 0.54], b=[0.5, 0.51, 0.52])
-        assert judge(claim(A_B), above) == (SUPPORTED, "+2.0 [+2.0, +2.0], n = 3", "")
+        assert judge(claim(A_B), above) == (SUPPORTED, "+2.0 [+2.0, +2.0] points, n = 3", "")
         below = table(a=[0.5, 0.51, 0.5], b=[0.52, 0.53, 0.525])
         assert judge(claim(A_B), below)[0] == REFUTED
         both = table(a=[0.52, 0.50, 0.53], b=[0.5, 0.51, 0.52])
@@ -63,7 +63,11 @@ class TestVerdict:
     def test_one_seed_decides_nothing(self):
         rows = table(a=[0.9], b=[0.1])
         word, measured, reason = judge(claim(A_B), rows)
-        assert (word, measured, reason) == (UNDECIDED, "+80.0, n = 1", "one seed has no interval")
+        assert (word, measured, reason) == (
+            UNDECIDED,
+            "+80.0 points, n = 1",
+            "one seed has no interval",
+        )
 
     def test_exact_values_need_no_interval(self):
         exact = Comparison("accuracy", "a", "b", exact=True)
@@ -89,7 +93,7 @@ class TestVerdict:
 
     def test_what_was_not_measured_is_not_judged(self):
         assert judge(claim(A_B), table(a=[0.5, 0.6])) == (
-            NOT_JUDGED, "", "compute: accuracy a − b is not measured",
+            NOT_JUDGED, "", "compute: not measured: accuracy of a and of b",
         )  # fmt: skip
         without = claim(None, reason="needs ImageNet-21K")
         assert judge(without, table(a=[0.5])) == (NOT_JUDGED, "", "needs ImageNet-21K")
@@ -106,7 +110,7 @@ class TestGate:
         assert judge(claim(A_B, xl_s), self.rows)[0] == SUPPORTED
         word, measured, reason = judge(claim(A_B, s_xl), self.rows)
         assert word == NOT_JUDGED and measured == ""
-        assert reason.startswith("the gate is shut: accuracy s − xl = -0.09 [")
+        assert reason.startswith("the gate is shut on accuracy of s and of xl: -0.09 [")
         assert judge(claim(A_B, [xl_s, s_xl]), self.rows)[0] == NOT_JUDGED
 
     def test_undecided_or_unmeasured_is_shut(self):
@@ -115,7 +119,7 @@ class TestGate:
         assert word == NOT_JUDGED
         assert reason.endswith(": one seed has no interval, a second is needed")
         reason = judge(claim(A_B, Comparison("accuracy", "xl", "t")), self.rows)[2]
-        assert reason == "compute: the gate, accuracy xl − t, is not measured"
+        assert reason == "compute: the gate is not measured on accuracy of xl and of t"
 
     def test_a_mean_is_over_the_sets_that_both_rows_have(self):
         """Table 6 has most variants on two of the tasks, and the default on all."""
@@ -139,7 +143,9 @@ class TestGate:
         assert judge(claim(test), rows)[0] == REFUTED
         word, measured, reason = judge(claim(test, gate), rows)
         assert word == SUPPORTED and measured.startswith("+0.10 [")
-        assert reason.startswith("left out: CoLA, the gate is shut: accuracy full − majority")
+        assert reason.startswith(
+            "left out: CoLA, the gate is shut on accuracy of full and of majority: "
+        )
         shut = rows[rows["set"] == "CoLA"]
         assert judge(claim(test, gate), shut)[0] == NOT_JUDGED
 
@@ -211,7 +217,7 @@ class TestPages:
         assert "commit 1a2b3c4" in written
         card = pages[root / "recipes" / "m" / "README.md"]
         for text in (written, card):
-            assert "| +2.0 [+2.0, +2.0], n = 3 | **supported** |" in text
+            assert "| +2.0 [+2.0, +2.0] points, n = 3 | **supported** |" in text
             assert "| Paper, Table 1: A beats B. | 2 points | needs a cluster |" in text
             assert "`python -m recipes.m.e --preset small`" in text
 
@@ -219,7 +225,7 @@ class TestPages:
         self.results(root, a=[0.52, 0.53, 0.54], b=[0.5, 0.51, 0.52])
         text = ledger.pages(root)[root / "README.md"]
         assert text.startswith("before\n<!-- claims:all") and text.endswith("-->\nafter\n")
-        assert "| +2.0 [+2.0, +2.0], n = 3 | **supported** |" in text and "old" not in text
+        assert "| +2.0 [+2.0, +2.0] points, n = 3 | **supported** |" in text and "old" not in text
         assert "needs a cluster" not in text
         assert "| Paper | `recipes.m.e` | 1 | 0 | 0 | 1 |" in text
 
@@ -254,13 +260,13 @@ class TestPages:
         assert words.count("supported") == 1
         (root / "results" / "m" / "e" / "results.csv").unlink()
         reasons = [one.reason for one in ledger.judge_all(root)]
-        assert reasons.count("compute: accuracy a − b is not measured") == 1
+        assert reasons.count("compute: not measured: accuracy of a and of b") == 1
 
     def test_a_run_s_own_report_ends_in_the_same_verdicts(self, root):
         rows = table(a=[0.52, 0.53, 0.54], b=[0.5, 0.51, 0.52])
         command = "`python -m recipes.m.e --preset small --seeds 3`"
         text = "\n".join(ledger.verdicts_on(rows, "m.e", "small", command))
-        assert f"| +2.0 [+2.0, +2.0], n = 3 | **supported** | {command} |" in text
+        assert f"| +2.0 [+2.0, +2.0] points, n = 3 | **supported** | {command} |" in text
         assert "needs a cluster" in text
         assert not ledger.verdicts_on(rows, "m.e", "tiny", command)
         assert not ledger.verdicts_on(rows, "m.elsewhere", "small", command)
