@@ -157,7 +157,7 @@ class TextToTextData(PromptedData):
 
 
 class EncoderDecoderSet(TeacherForcedSet):
-    """The inputs alone, and the targets as `labels`."""
+    """A `TeacherForcedSet` for an encoder–decoder: the inputs alone, the targets as `labels`."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         ids, target = self.pairs[index]
