@@ -1,5 +1,6 @@
 """Plots of the tidy table (recipes/results.py), with the spread over seeds."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -169,7 +170,8 @@ def curves(
                     at = by_seed(select(part, {"row": name}), mark).median()
                     if at == at:  # not NaN: some seed has it
                         label = f"{title}: {meaning}"
-                        axis.axvline(at, color=color, linestyle=style, label=label)
+                        # so that lines at the same place all show
+                        axis.axvline(at, color=color, linestyle=style, label=label, alpha=0.6)
 
 
 def groups(
@@ -280,12 +282,17 @@ def _note(lines: pd.DataFrame, metric: str, spread: str) -> str:
 def _series(
     lines: pd.DataFrame, metric: str, titles: Mapping[str, str] | None
 ) -> Iterator[tuple[Any, str, Any]]:
-    """Value, title and colour of each series that these lines have."""
+    """Value, title and colour of each series that these lines have.
+
+    A series "MiniLM, full fine-tuning" has the colour of "MiniLM".
+    """
     present = list(unique(select(lines, {"metric": metric}), "row"))
     chosen = titles or {value: title_of(value) for value in present}
-    for place, (value, title) in enumerate(chosen.items()):
+    colors = dict(zip(chosen, itertools.cycle(COLORS), strict=False))
+    for value, title in chosen.items():
         if value in present:
-            yield value, title, COLORS[place % len(COLORS)]
+            owner = str(value).partition(", ")[0]
+            yield value, title, colors.get(owner, colors[value])
 
 
 def _deviation(values: pd.Series) -> float:
