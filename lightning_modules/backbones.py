@@ -166,6 +166,18 @@ def match_tokenizer(model: Any, trainer: Any) -> None:
         config.pad_token_id = getattr(data, "pad_token_id", None)
 
 
+def positions_of(model: Any) -> int | None:
+    """How many tokens a transformers model has positions for; None without a limit.
+
+    RoBERTa's family (XLM-R, CamemBERT, MPNet, …) counts positions from behind the padding token's
+    index, so that 512 of its 514 position embeddings serve tokens.
+    """
+    rows = getattr(model.config, "max_position_embeddings", None)
+    embeddings = getattr(getattr(model, "base_model", None), "embeddings", None)
+    padding = getattr(getattr(embeddings, "position_embeddings", None), "padding_idx", None)
+    return rows if rows is None or padding is None else rows - padding - 1
+
+
 def text_inputs(batch: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
     """A batch's keyword arguments for a transformers model: all but its labels.
 
@@ -174,7 +186,7 @@ def text_inputs(batch: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
             excepted.
     """
     length = batch["input_ids"].shape[1]
-    longest = getattr(model.config, "max_position_embeddings", None)
+    longest = positions_of(model)
     prompt = len(getattr(model, "apet_prompt", ()))  # soft tokens before the text
     if longest is not None and prompt + length > longest:
         before = f" after a prompt of {prompt}" * bool(prompt)
