@@ -39,11 +39,15 @@ def test_an_unknown_name_suggests_similar_ones():
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
 SMALL |= {"num_attention_heads": 2, "vocab_size": 50, "max_position_embeddings": 34}
-BART = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2, "vocab_size": 50, "max_position_embeddings": 34,
-        "bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}  # fmt: skip
-OPT = {"hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 32, "num_hidden_layers": 1,
-       "num_attention_heads": 2, "vocab_size": 50, "max_position_embeddings": 34}  # fmt: skip
+BART = {
+    "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "vocab_size": 50, "max_position_embeddings": 34,
+    "bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
+}  # fmt: skip
+OPT = {
+    "hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "vocab_size": 50, "max_position_embeddings": 34,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
