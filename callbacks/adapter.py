@@ -28,8 +28,8 @@ class SaveAdapter(L.Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the adapter. All ranks take part, because a sharded vector has to be gathered."""
-        model: Any = pl_module.model
-        if not hasattr(model, "vera"):
+        model = next((part for part in pl_module.modules() if hasattr(part, "vera")), None)
+        if model is None:
             log.info("SaveAdapter: %s has no VeRA adapter to save", type(pl_module).__name__)
             return
         callback = best_checkpoint(trainer)

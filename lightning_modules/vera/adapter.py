@@ -61,7 +61,7 @@ def save_adapter(
     """
     record = vera_of(model)
     folder = Path(folder)
-    values = {**model.state_dict(), **(read_state_dict(checkpoint) if checkpoint else {})}
+    values = {**model.state_dict(), **(read_state_dict(checkpoint, model) if checkpoint else {})}
     vectors = [
         [gathered(values[f"{name}.{attribute}"].detach()).cpu() for attribute in piece.names]
         for name, layer in layers_of(model).items()
