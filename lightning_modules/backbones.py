@@ -48,6 +48,11 @@ def build_vision(
         pretrained: weights of that folder or from the hub (which needs a network or a filled
             cache); random otherwise.
 
+    Returns:
+        The model. A pre-trained one has an attribute `at_random`, as `build_text`'s has: the names
+        of the classifier's parameters, if the files are of another number of classes. What else
+        `model_args` add to the files' model, such as a pooling with weights, is not among them.
+
     Raises:
         ValueError: if timm has no such model, or the model no such argument.
         OSError: if there is no such folder, or the hub does not answer.
@@ -66,11 +71,25 @@ def build_vision(
         )
     try:
         with name_in_errors(architecture):
-            return timm.create_model(
+            model = timm.create_model(
                 architecture, pretrained=pretrained, num_classes=num_classes, **model_args
             )
     except TypeError as error:
         raise ValueError(f"{architecture}: {error}; correct model.model_args") from error
+    if pretrained:
+        model.at_random = _new_classifier(model)  # type: ignore[assignment]
+    return model
+
+
+def _new_classifier(model: Any) -> frozenset[str]:
+    """Names of a pre-trained timm model's classifier, if its files are of other classes.
+
+    timm then drops the files' classifier, without saying so.
+    """
+    names = model.pretrained_cfg.get("classifier") or ()
+    names = [names] if isinstance(names, str) else names  # a distilled model has two
+    is_new = model.num_classes != model.pretrained_cfg["num_classes"]
+    return frozenset(n for n in model.state_dict() if is_new and n.rpartition(".")[0] in names)
 
 
 TEXT_TASKS = {

@@ -147,7 +147,8 @@ class FineTuning(L.LightningModule):
             else:
                 optional = [*self.heads, *self.default_heads(tuned)]
                 given = load_completely(tuned, self.init_from, NOT_MERGED, optional=optional)
-                tuned.at_random = frozenset(given.missing)  # type: ignore[assignment]
+                lacking = [*given.missing, *(text.split()[0] for text in given.reshaped)]
+                tuned.at_random = frozenset(lacking)  # type: ignore[assignment]
         self._adapt(tuned)
         if self.device_mesh is not None:
             shard(self.model, self.device_mesh["data_parallel"])

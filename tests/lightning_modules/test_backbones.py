@@ -21,6 +21,16 @@ class TestLocalFolder:
         other = build_vision(f"local-dir:{tmp_path}", 7, {"img_size": 42}, pretrained=True)
         assert other(torch.randn(1, 3, 42, 42)).shape == (1, 7)
 
+    @pytest.mark.parametrize(("classes", "new"), [(7, {"head.weight", "head.bias"}), (5, set())])
+    def test_a_classifier_of_other_classes_is_drawn_at_random(self, tmp_path, classes, new):
+        model = timm.create_model("vit_small_patch14_dinov2", num_classes=5, **TINY)
+        arguments = {**TINY, "num_classes": 5}
+        save_for_hf(model, tmp_path, model_args=arguments, safe_serialization=True)
+        loaded = build_vision(f"local-dir:{tmp_path}", classes, {}, pretrained=True)
+        assert loaded.at_random == new
+        files = model.state_dict()
+        assert new == {n for n, v in loaded.state_dict().items() if not torch.equal(v, files[n])}
+
     def test_without_pretrained_it_is_random(self, tmp_path):
         model = timm.create_model("vit_small_patch14_dinov2", num_classes=0, **TINY)
         save_for_hf(model, tmp_path, model_args={**TINY, "num_classes": 0}, safe_serialization=True)
