@@ -14,6 +14,8 @@ from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_modules.layouts import inside
+
 log = logging.getLogger(__name__)
 
 
@@ -241,6 +243,19 @@ def refuse_another_model(
                 f"this checkpoint is of another model: its {name} is {theirs!r}, this run's is "
                 f"{ours!r}; to start anew from its weights use model.init_from"
             )
+
+
+def drawn_at_random(model: nn.Module, heads: Sequence[str]) -> set[str]:
+    """Names of the tensors outside the heads that the base's files lack, such as a pooler.
+
+    They were initialised at random and stay frozen. No file but that of what was trained can hold
+    them.
+
+    Args:
+        model: what its base's files lack is in `model.at_random`, see `build_text`.
+        heads: names of the modules that are trained, and saved, in full.
+    """
+    return {name for name in getattr(model, "at_random", ()) if not inside(name, heads)}
 
 
 Shape = tuple[int, ...] | None  # None: there is no tensor of this name

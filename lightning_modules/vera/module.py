@@ -31,6 +31,7 @@ from lightning_modules.vera.scores import loss_of
 from lightning_modules.vera.targets import query_and_value, resolve
 from lightning_modules.vera.vera import add_vera
 from lightning_modules.weights import (
+    drawn_at_random,
     fingerprint,
     load_completely,
     load_weights,
@@ -259,7 +260,12 @@ class FineTuning(L.LightningModule):
             return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """With `adapter_only`, replace the frozen parameters by their SHA-256."""
+        """Name what the base's files lack; replace the rest of the base by its SHA-256.
+
+        The latter with `adapter_only`. The names are for whom saves the loaded model's adapter.
+        """
+        if random := drawn_at_random(self.tuned_model, self.heads):
+            checkpoint["at_random"] = sorted(random)
         if self.adapter_only:
             base = self._base(checkpoint["state_dict"])
             checkpoint["base_sha256"] = fingerprint(base)
@@ -277,6 +283,9 @@ class FineTuning(L.LightningModule):
         ours = {**self.hparams, "method_args": complete(self.hparams)}
         saved["method_args"] = complete(saved)
         refuse_another_model({"hyper_parameters": saved}, ours, [*names, "method_args"])
+        if random := checkpoint.get("at_random"):
+            tuned = self.tuned_model
+            tuned.at_random = {*getattr(tuned, "at_random", ()), *random}  # type: ignore[assignment]
         if not self.adapter_only:
             return
         base = self._base(checkpoint["state_dict"])

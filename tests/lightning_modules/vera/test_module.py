@@ -13,10 +13,16 @@ from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from timm.models import save_for_hf
 from torch.utils.data import DataLoader
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertForSequenceClassification, BertModel
 
 from callbacks.seeding import SeedEveryStep
-from lightning_modules.vera import ImageTuning, LanguageTuning, TextTuning
+from lightning_modules.vera import (
+    ImageTuning,
+    LanguageTuning,
+    TextTuning,
+    load_adapter,
+    save_adapter,
+)
 from lightning_modules.vera.module import IGNORED
 from lightning_modules.vera.scores import classification_scores, loss_of
 from lightning_modules.vera.targets import resolve
@@ -386,6 +392,25 @@ def test_what_the_base_does_not_give_is_in_the_checkpoint_of_an_adapter(tmp_path
     loaded = TextTuning.load_from_checkpoint(tmp_path / "tuned.ckpt")
     for name, value in module.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
+
+
+def test_a_checkpoint_says_what_the_base_s_files_lack(tmp_path):
+    """So that an adapter that is written from it holds the pooler, too."""
+    base = BertModel(BertConfig(**BERT), add_pooling_layer=False)
+    base.save_pretrained(tmp_path / "base")
+    module = TextTuning(2, str(tmp_path / "base"), pretrained=True, rank=4, lr=0.1, warmup=0)
+    trainer = fit(module, tmp_path, epochs=1)
+    trainer.save_checkpoint(tmp_path / "tuned.ckpt")
+    loaded = TextTuning.load_from_checkpoint(tmp_path / "tuned.ckpt").model.eval()
+    pooler = {"bert.pooler.dense.weight", "bert.pooler.dense.bias"}
+    assert loaded.at_random == pooler
+    folder = save_adapter(loaded, tmp_path / "adapter")
+    again = BertForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=2).eval()
+    load_adapter(again, folder)
+    ids = torch.arange(2, 14).view(3, 4)
+    assert torch.equal(again(ids).logits, loaded(ids).logits)
+    fit(text(warmup=0), tmp_path, epochs=1).save_checkpoint(tmp_path / "random.ckpt")
+    assert "at_random" not in torch.load(tmp_path / "random.ckpt", weights_only=True)
 
 
 def test_a_new_head_that_stands_still_is_in_the_checkpoint_of_an_adapter(tmp_path):
