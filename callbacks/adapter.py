@@ -24,28 +24,34 @@ class SaveAdapter(L.Callback):
 
     def __init__(self, folder: str | None = None):
         self.folder = folder
+        self.saved: Path | None = None  # the folder, once it is written
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the adapter. All ranks take part, because a sharded vector has to be gathered."""
-        model: Any = pl_module.model
-        if not hasattr(model, "vera"):
+        model = next((part for part in pl_module.modules() if hasattr(part, "vera")), None)
+        if model is None:
             log.info("SaveAdapter: %s has no VeRA adapter to save", type(pl_module).__name__)
             return
-        best = best_checkpoint(trainer)
+        callback = best_checkpoint(trainer)
+        best = Path(callback.best_model_path) if callback else None
+        if best is not None and best.is_dir():
+            log.warning("SaveAdapter: %s is sharded; the adapter is that of the last step", best)
+            best = None
         folder = Path(self.folder or Path(trainer.default_root_dir) / "adapter")
-        save_adapter(model, folder, checkpoint=best, about=describe(pl_module, trainer))
+        about = describe(pl_module, trainer)
+        self.saved = save_adapter(model, folder, checkpoint=best, about=about)
         log.info("SaveAdapter: wrote %s, of %s", folder, best or "the last step")
 
 
-def best_checkpoint(trainer: L.Trainer) -> Path | None:
-    """The best checkpoint's file; None if no metric is monitored or the checkpoint is sharded."""
+def best_checkpoint(trainer: L.Trainer) -> Any:
+    """The callback that wrote the best checkpoint by its `monitor`; None if there is none yet.
+
+    Its `best_model_path` is a file or, where the checkpoint is sharded, a folder.
+    """
     for callback in trainer.checkpoint_callbacks:
-        monitored = getattr(callback, "monitor", None)
-        path = Path(getattr(callback, "best_model_path", ""))
-        if monitored and path.is_dir():
-            log.warning("SaveAdapter: %s is sharded; the adapter is that of the last step", path)
-        if monitored and path.is_file():
-            return path
+        path = getattr(callback, "best_model_path", "")  # empty before the first save
+        if getattr(callback, "monitor", None) and path and Path(path).exists():
+            return callback
     return None
 
 

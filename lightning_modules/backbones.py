@@ -48,6 +48,11 @@ def build_vision(
         pretrained: weights of that folder or from the hub (which needs a network or a filled
             cache); random otherwise.
 
+    Returns:
+        The model. A pre-trained one has an attribute `at_random`, as `build_text`'s has: the names
+        of the classifier's parameters, if the files are of another number of classes. What else
+        `model_args` add to the files' model, such as a pooling with weights, is not among them.
+
     Raises:
         ValueError: if timm has no such model, or the model no such argument.
         OSError: if there is no such folder, or the hub does not answer.
@@ -66,11 +71,25 @@ def build_vision(
         )
     try:
         with name_in_errors(architecture):
-            return timm.create_model(
+            model = timm.create_model(
                 architecture, pretrained=pretrained, num_classes=num_classes, **model_args
             )
     except TypeError as error:
         raise ValueError(f"{architecture}: {error}; correct model.model_args") from error
+    if pretrained:
+        model.at_random = _new_classifier(model)  # type: ignore[assignment]
+    return model
+
+
+def _new_classifier(model: Any) -> frozenset[str]:
+    """Names of a pre-trained timm model's classifier, if its files are of other classes.
+
+    timm then drops the files' classifier, without saying so.
+    """
+    names = model.pretrained_cfg.get("classifier") or ()
+    names = [names] if isinstance(names, str) else names  # a distilled model has two
+    is_new = model.num_classes != model.pretrained_cfg["num_classes"]
+    return frozenset(n for n in model.state_dict() if is_new and n.rpartition(".")[0] in names)
 
 
 TEXT_TASKS = {
@@ -166,6 +185,18 @@ def match_tokenizer(model: Any, trainer: Any) -> None:
         config.pad_token_id = getattr(data, "pad_token_id", None)
 
 
+def positions_of(model: Any) -> int | None:
+    """How many tokens a transformers model has positions for; None without a limit.
+
+    RoBERTa's family (XLM-R, CamemBERT, MPNet, …) counts positions from behind the padding token's
+    index, so that 512 of its 514 position embeddings serve tokens.
+    """
+    rows = getattr(model.config, "max_position_embeddings", None)
+    embeddings = getattr(getattr(model, "base_model", None), "embeddings", None)
+    padding = getattr(getattr(embeddings, "position_embeddings", None), "padding_idx", None)
+    return rows if rows is None or padding is None else rows - padding - 1
+
+
 def text_inputs(batch: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
     """A batch's keyword arguments for a transformers model: all but its labels.
 
@@ -174,7 +205,7 @@ def text_inputs(batch: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
             excepted.
     """
     length = batch["input_ids"].shape[1]
-    longest = getattr(model.config, "max_position_embeddings", None)
+    longest = positions_of(model)
     prompt = len(getattr(model, "apet_prompt", ()))  # soft tokens before the text
     if longest is not None and prompt + length > longest:
         before = f" after a prompt of {prompt}" * bool(prompt)

@@ -365,7 +365,7 @@ def _width(name: str, module: nn.Module, path: str, dim: int) -> int:
 
 # classes whose forward passes read a linear layer's weight without calling the layer, which would
 # silently leave out what is added to the layer
-READ_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+READ_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 # classes of timm that so read the weight of their child "qkv" alone, to add a bias of their own
 READ_QKV = (
     "timm.models.beit.Attention",

@@ -5,7 +5,9 @@ freezes the rest. The names of the model's parameters do not change, except wher
 layer.
 """
 
+import re
 import warnings
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -72,11 +74,12 @@ def tune(
             "lora_fa", LoRA with A frozen (Zhang et al., 2023); "randlora", updates of full rank as
             sums of random low-rank matrices (Albert et al., 2025); "vblora", LoRA whose factors
             combine the vectors of a shared bank (Li et al., 2024). "adapter_h", bottlenecks after
-            attention and feed-forward network, before the residual sum, and the layer norms
-            (Houlsby et al., 2019); "adapter_l", bottlenecks after the feed-forward network only,
-            each with a layer norm before it (Lin et al., 2020); "adapter_p", those without that
-            norm (Pfeiffer et al., 2021); "adapter_d", "adapter_h" in the upper half of the layers
-            only (AdapterDrop, Rücklé et al., 2020).
+            attention and feed-forward network, before the residual sum, and the layer norms, RMS
+            norms included (Houlsby et al., 2019); "adapter_l", bottlenecks after the feed-forward
+            network only, each with a layer norm before it (Lin et al., 2020); "adapter_p", those
+            without that norm (Pfeiffer et al., 2021); "adapter_d", "adapter_h" in the upper half of
+            the layers only, of an encoder–decoder's encoder and decoder each (AdapterDrop, Rücklé
+            et al., 2020).
         heads: names of modules that always train.
         rank: rank of peft's methods, width of the bottlenecks, or number of soft tokens.
         targets: layers of peft's methods, by the ends of their names.
@@ -196,13 +199,12 @@ def _add_adapters(model: nn.Module, method: str, rank: int, norms: bool = True) 
             f"{', '.join(ATTENTION_OUT)} and {', '.join(FEED_FORWARD_OUT)}"
         )
     if method == "adapter_d":
-        attention = attention[len(attention) // 2 :]
-        feed_forward = feed_forward[len(feed_forward) // 2 :]
+        attention, feed_forward = _upper_half(attention), _upper_half(feed_forward)
     places = feed_forward
     if method in ("adapter_h", "adapter_d"):
         places = attention + feed_forward
         for module in model.modules():
-            if isinstance(module, nn.LayerNorm):
+            if _is_layer_norm(module):
                 module.requires_grad_(norms)
     for name in places:
         layer: Any = model.get_submodule(name)
@@ -211,6 +213,20 @@ def _add_adapters(model: nn.Module, method: str, rank: int, norms: bool = True) 
         adapter = Bottleneck(width(layer, 0), rank, norm=method == "adapter_l")
         layer.add_module("adapter", adapter.to(layer.weight.device))
         layer.register_forward_hook(_adapt)
+
+
+def _upper_half(names: list[str]) -> list[str]:
+    """The second half of the layers of every stack: of an encoder–decoder's encoder and decoder."""
+    stacks: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        stacks[re.split(r"\.\d+\.", name)[0]].append(name)
+    return [name for stack in stacks.values() for name in stack[len(stack) // 2 :]]
+
+
+def _is_layer_norm(module: nn.Module) -> bool:
+    """Whether a module is a LayerNorm or an RMSNorm, for which each library has its own classes."""
+    name = type(module).__name__.lower()
+    return isinstance(module, nn.LayerNorm) or name.endswith(("layernorm", "rmsnorm"))
 
 
 def _adapt(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_modules.layouts import inside
+
 log = logging.getLogger(__name__)
 
 
@@ -46,13 +48,15 @@ class LoadReport:
         return "; ".join(parts)
 
 
-def read_state_dict(source: str | Path) -> dict[str, Tensor]:
+def read_state_dict(source: str | Path, model: nn.Module | None = None) -> dict[str, Tensor]:
     """The tensors of a file by name.
 
     Args:
         source: a Lightning checkpoint (the "model." prefix of its names is dropped), a file saved
             by torch.save (a state_dict, or one under "state_dict" or "model"), a safetensors file,
             or a folder with `model.safetensors`.
+        model: the model that the tensors are for. Where none of the names is one of its own, a
+            second "model." is dropped: that of `LabelWords`, in checkpoints of `LabelWordTuning`.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -78,6 +82,8 @@ def read_state_dict(source: str | Path) -> dict[str, Tensor]:
     # a transformers model's own names may all begin so: a Llama with tied embeddings
     if path.suffix != ".safetensors" and all(name.startswith("model.") for name in state):
         state = {name.removeprefix("model."): value for name, value in state.items()}
+        if model is not None and not state.keys() & model.state_dict().keys():
+            state = {name.removeprefix("model."): value for name, value in state.items()}
     return state
 
 
@@ -126,7 +132,7 @@ def load_weights(model: nn.Module, source: str | Path) -> LoadReport:
         FileNotFoundError: if there is no such file.
         ValueError: if it cannot be read, or nothing in it fits the model.
     """
-    return copy_weights(model, read_state_dict(source), source)
+    return copy_weights(model, read_state_dict(source, model), source)
 
 
 def copy_weights(
@@ -237,6 +243,19 @@ def refuse_another_model(
                 f"this checkpoint is of another model: its {name} is {theirs!r}, this run's is "
                 f"{ours!r}; to start anew from its weights use model.init_from"
             )
+
+
+def drawn_at_random(model: nn.Module, heads: Sequence[str]) -> set[str]:
+    """Names of the tensors outside the heads that the base's files lack, such as a pooler.
+
+    They were initialised at random and stay frozen. No file but that of what was trained can hold
+    them.
+
+    Args:
+        model: what its base's files lack is in `model.at_random`, see `build_text`.
+        heads: names of the modules that are trained, and saved, in full.
+    """
+    return {name for name in getattr(model, "at_random", ()) if not inside(name, heads)}
 
 
 Shape = tuple[int, ...] | None  # None: there is no tensor of this name

@@ -19,20 +19,16 @@ def ending(trainer: L.Trainer, module: L.LightningModule) -> str:
         trainer: after `fit`.
         module: the trained module.
     """
-    last = last_checkpoint(trainer)
+    chosen = last_checkpoint(trainer)
+    lines = [] if chosen is None else [f"last checkpoint: {chosen}"]
     best = best_checkpoint(trainer)
-    lines = [] if last is None else [f"last checkpoint: {last}"]
-    for callback in trainer.checkpoint_callbacks:
-        one: Any = callback
-        if best is not None and Path(getattr(one, "best_model_path", "")) == best:
-            lines.append(f"best checkpoint: {best} ({one.monitor} {one.best_model_score:.4g})")
-            break
+    if best is not None:
+        chosen = Path(best.best_model_path)
+        lines.append(f"best checkpoint: {chosen} ({best.monitor} {best.best_model_score:.4g})")
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for one in callbacks:
-        if isinstance(one, SaveAdapter) and hasattr(module.model, "vera"):
-            folder = one.folder or Path(trainer.default_root_dir) / "adapter"
-            lines.append(f"adapter:         {folder}")
-    chosen = best or last
+        if isinstance(one, SaveAdapter) and one.saved:
+            lines.append(f"adapter:         {one.saved}")
     if chosen and chosen.is_file():  # a folder of shards resumes, but neither predicts nor exports
         if chosen.is_relative_to(Path.cwd()):
             chosen = chosen.relative_to(Path.cwd())  # as short as it can be typed

@@ -105,7 +105,7 @@ class Predictor:
         if "tokenizer" in self.description:
             self.tokenizer = tokenizer_from(self.description["tokenizer"])
         if adapter is not None:
-            load_adapter(self.module.model, adapter)
+            load_adapter(getattr(self.module, "tuned_model", self.module.model), adapter)
         if granularity is not None and max_params is not None:
             raise ValueError("granularity and max_params both choose a submodel: give one of them")
         if granularity is not None or max_params is not None:

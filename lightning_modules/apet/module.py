@@ -22,7 +22,7 @@ class LabelWordTuning(TextTuning):
         architecture: a hub name, a folder with config.json, or a model type such as "bloom".
         label_tokens: token id of each class's word; null for the DataModule's, which are then saved
             in the checkpoint.
-        **kwargs: see `FineTuning`.
+        **kwargs: see `FineTuning`; names of modules are the language model's, without `LabelWords`.
     """
 
     def __init__(
@@ -54,8 +54,11 @@ class LabelWordTuning(TextTuning):
         match_tokenizer(model, self._trainer)
         return LabelWords(model, h.label_tokens)
 
-    def _adapt(self, model: Any) -> None:
-        super()._adapt(model.model)  # a prompt is added to the language model's input
+    @property
+    def tuned_model(self) -> nn.Module:
+        """The language model inside `LabelWords`: a prompt, for example, is added to its input."""
+        model: Any = self.model
+        return model.model
 
     def default_heads(self, model: nn.Module) -> list[str]:
         """No modules: the label words are in the vocabulary."""
@@ -64,7 +67,7 @@ class LabelWordTuning(TextTuning):
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Logits (B, C) of the label words."""
         assert self.model is not None
-        return self.model(**text_inputs(batch, self.model))
+        return self.model(**text_inputs(batch, self.tuned_model))
 
 
 class TextToTextTuning(LanguageTuning):

@@ -1,12 +1,14 @@
 """Saves and loads APET's parameters θ: their values, and the seed and budget of their positions.
 
-The safetensors file holds `values` (budget,), and `heads.<name>` for modules trained in full. Its
-metadata hold seed, budget and operations, and hashes of the positions and of the base model's
-parameters, which `load` compares before it changes the model. A placement that was not drawn
-(`bitfit`, `lora`, …) is not in the file: give the same placement to `load`.
+The safetensors file holds `values` (budget,), and `heads.<name>` for modules trained in full and
+for what the base's files lack (`model.at_random`), such as a pooler. Its metadata hold seed, budget
+and operations, and hashes of the positions and of the base model's parameters, which `load`
+compares before it changes the model. A placement that was not drawn (`bitfit`, `lora`, …) is not in
+the file: give the same placement to `load`.
 """
 
 import json
+from collections.abc import Container
 from pathlib import Path
 
 import torch
@@ -18,7 +20,7 @@ from lightning_modules.apet.checks import check_placement, check_plain, tunable_
 from lightning_modules.apet.insert import Apet, apet_of, attach, tunables
 from lightning_modules.apet.placement import Placement, draw, head_parameters
 from lightning_modules.layouts import inside
-from lightning_modules.weights import fingerprint, mismatch
+from lightning_modules.weights import drawn_at_random, fingerprint, mismatch
 
 FORMAT = "apet-1"
 
@@ -39,11 +41,12 @@ def save(model: nn.Module, path: str | Path) -> Path:
     record = apet_of(model)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    random = drawn_at_random(model, record.heads)
     values = [parameter.detach().flatten().cpu() for parameter in tunables(model).values()]
     tensors = {"values": torch.cat(values)} | {
         f"heads.{name}": value.detach().cpu().contiguous()
         for name, value in model.state_dict().items()
-        if inside(name, record.heads)
+        if name in random or inside(name, record.heads)
     }
     settings = {
         "seed": record.seed,
@@ -55,7 +58,7 @@ def save(model: nn.Module, path: str | Path) -> Path:
         "format": FORMAT,
         "settings": json.dumps(settings),
         "positions": record.placement.digest(),
-        "base": base_fingerprint(model, record.heads),
+        "base": base_fingerprint(model, record.heads, random),
     }
     save_file(tensors, path, metadata)
     return path
@@ -102,14 +105,15 @@ def load(model: nn.Module, path: str | Path, placement: Placement | None = None)
             f"the positions that {path} was trained at are not those of this model: give the model "
             "with the same layers and names, and the same placement"
         )
-    if base_fingerprint(model, heads) != metadata["base"]:
+    held = {name.removeprefix("heads."): v for name, v in tensors.items() if name != "values"}
+    if base_fingerprint(model, heads, held) != metadata["base"]:
         raise ValueError(
             f"{path} was trained with other base weights than this {type(model).__name__} has: "
             "load those first"
         )
-    trained = {name.removeprefix("heads."): v for name, v in tensors.items() if name != "values"}
-    present = {name: v for name, v in model.state_dict().items() if inside(name, heads)}
-    if differing := mismatch(trained, present):
+    state = model.state_dict()
+    present = {name: v for name, v in state.items() if name in held or inside(name, heads)}
+    if differing := mismatch(held, present):
         name, in_file, in_model = differing
         raise ValueError(
             f"the head tensor {name} has shape {in_file} in {path} and {in_model} in the "
@@ -129,17 +133,21 @@ def load(model: nn.Module, path: str | Path, placement: Placement | None = None)
     for parameter, piece in zip(parameters, pieces, strict=True):
         # copied: at a view's address, in the middle of the file, kernels may round differently
         parameter.data = piece.view_as(parameter).to(parameter.device, copy=True)
-    model.load_state_dict(trained, strict=False)  # only the heads' tensors, which were checked
+    model.load_state_dict(held, strict=False)  # only some tensors, which were checked
+    if held:  # so that it is saved again with them
+        model.at_random = {*getattr(model, "at_random", ()), *held}  # type: ignore[assignment]
     return model
 
 
-def base_fingerprint(model: nn.Module, heads: tuple[str, ...] = ()) -> str:
-    """SHA-256 of the base's parameters outside the heads, see `weights.fingerprint`."""
+def base_fingerprint(model: nn.Module, heads: tuple[str, ...], held: Container[str]) -> str:
+    """SHA-256 of the base's parameters, without the heads and what the file holds besides."""
     in_heads = head_parameters(model, heads)
     return fingerprint(
         {
             name: parameter
             for name, parameter in model.named_parameters()
-            if parameter not in in_heads and not name.rpartition(".")[2].startswith("apet_")
+            if parameter not in in_heads
+            and name not in held
+            and not name.rpartition(".")[2].startswith("apet_")
         }
     )

@@ -1,14 +1,15 @@
 """Saves and loads VeRA adapters: two vectors for each layer and a seed, some kilobytes.
 
 A folder holds `adapter.safetensors` and `manifest.json`. The tensors are `b`, the concatenation of
-all layers' b, `d` (layers, r), and `head.<name>` for each tensor of the heads. A and B are drawn
-again from the seed (arXiv 2310.11454, Section 3.1). The manifest has their SHA-256, to notice a
-random generator that has changed, and that of the base's parameters, to notice another base.
+all layers' b, `d` (layers, r), and `head.<name>` for each tensor of the heads and each that the
+base's files lack (`model.at_random`). A and B are drawn again from the seed (arXiv 2310.11454,
+Section 3.1). The manifest has their SHA-256, to notice a random generator that has changed, and
+that of the base's other parameters, to notice another base.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,14 @@ from lightning_modules.vera.vera import (
     vectors_of,
     vera_of,
 )
-from lightning_modules.weights import fingerprint, gathered, mismatch, read_file, read_state_dict
+from lightning_modules.weights import (
+    drawn_at_random,
+    fingerprint,
+    gathered,
+    mismatch,
+    read_file,
+    read_state_dict,
+)
 
 FORMAT = 1
 MANIFEST, TENSORS = "manifest.json", "adapter.safetensors"
@@ -43,6 +51,7 @@ def save_adapter(
 ) -> Path:
     """Write the vectors and the heads of an adapted model to a folder.
 
+    What the base's files lack (`model.at_random`, see `build_text`) is written like a head.
     Under FSDP2 every process has to call this; the first one writes.
 
     Args:
@@ -61,7 +70,7 @@ def save_adapter(
     """
     record = vera_of(model)
     folder = Path(folder)
-    values = {**model.state_dict(), **(read_state_dict(checkpoint) if checkpoint else {})}
+    values = {**model.state_dict(), **(read_state_dict(checkpoint, model) if checkpoint else {})}
     vectors = [
         [gathered(values[f"{name}.{attribute}"].detach()).cpu() for attribute in piece.names]
         for name, layer in layers_of(model).items()
@@ -71,8 +80,11 @@ def save_adapter(
         "b": torch.cat([b for b, _ in vectors]),
         "d": torch.stack([d for _, d in vectors]),
     }
+    random = drawn_at_random(model, record.heads)
+    unmerged = base_parameters(model)
     for name, tensor in values.items():
-        if inside(name, record.heads):
+        if name in random or inside(name, record.heads):
+            tensor = unmerged.get(name, tensor)
             tensors[f"head.{name}"] = gathered(tensor.detach()).cpu().clone()
     pairs = projections_of(model)
     projections = projections or any(pair.given is not None for pair in pairs)
@@ -93,7 +105,7 @@ def save_adapter(
         **settings,
         "torch": torch.__version__,
         "projections_sha256": _sha256_of_projections(model),
-        "base_sha256": base_sha256(model),
+        "base_sha256": base_sha256(model, random),
         "layers": layer_shapes(model),
     }
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
@@ -136,7 +148,7 @@ def load_adapter(model: nn.Module, folder: str | Path, check_base: bool = True) 
         given = (tensors["A"], tensors["B"]) if "A" in tensors else None
         attach(model, record, given)
     try:
-        check_adapter(model, manifest, folder, check_base)
+        check_adapter(model, manifest, tensors, folder, check_base)
         heads = head_tensors(model, record, tensors, folder)
     except Exception:
         if is_plain:
@@ -150,6 +162,8 @@ def load_adapter(model: nn.Module, folder: str | Path, check_base: bool = True) 
             vector.copy_(value)
     for tensor, value in heads.values():
         tensor.copy_(value)
+    if heads:  # so that it is saved again with them
+        model.at_random = {*getattr(model, "at_random", ()), *heads}  # type: ignore[assignment]
     return model
 
 
@@ -213,7 +227,11 @@ def split_vectors(
 
 
 def check_adapter(
-    model: nn.Module, manifest: dict[str, Any], folder: str | Path, check_base: bool = True
+    model: nn.Module,
+    manifest: dict[str, Any],
+    tensors: dict[str, Tensor],
+    folder: str | Path,
+    check_base: bool = True,
 ) -> None:
     """Check that an adapter belongs to an adapted model.
 
@@ -244,7 +262,7 @@ def check_adapter(
             f"those that the adapter in {folder} was trained with (torch {manifest['torch']}): "
             "load it with that torch, and save it there with projections=True"
         )
-    if check_base and base_sha256(model) != manifest["base_sha256"]:
+    if check_base and base_sha256(model, held_tensors(tensors)) != manifest["base_sha256"]:
         raise ValueError(
             f"the adapter in {folder} was trained on another base: the frozen parameters of this "
             f"{type(model).__name__} have another SHA-256; load the base that it was trained on, "
@@ -261,8 +279,14 @@ def layer_shapes(model: nn.Module) -> dict[str, list[int]]:
     }
 
 
-def base_sha256(model: nn.Module) -> str:
-    """SHA-256 of the base's parameters, without vectors and heads, as they were before merging."""
+def base_sha256(model: nn.Module, held: Container[str]) -> str:
+    """SHA-256 of `base_parameters` but those that the adapter holds."""
+    base = base_parameters(model)
+    return fingerprint({name: value for name, value in base.items() if name not in held})
+
+
+def base_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The base's parameters, without vectors and heads, as they were before merging."""
     record = vera_of(model)
     kept: dict[str, Tensor] = {}
     skipped = set()
@@ -271,13 +295,11 @@ def base_sha256(model: nn.Module) -> str:
             skipped |= {f"{name}.{vector}" for piece in layer.slices for vector in piece.names}
             if layer.kept is not None:
                 kept[f"{name}.weight"] = layer.kept
-    return fingerprint(
-        {
-            name: kept.get(name, parameter)
-            for name, parameter in model.named_parameters()
-            if name not in skipped and not inside(name, record.heads)
-        }
-    )
+    return {
+        name: kept.get(name, parameter)
+        for name, parameter in model.named_parameters()
+        if name not in skipped and not inside(name, record.heads)
+    }
 
 
 def _sha256_of_projections(model: nn.Module) -> list[str]:
@@ -316,13 +338,14 @@ def _check_layers(model: nn.Module, manifest: dict[str, Any], folder: str | Path
 def head_tensors(
     model: nn.Module, record: Vera, tensors: dict[str, Tensor], folder: str | Path
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """(the model's tensor, the saved one) for each tensor of the heads, by name.
+    """(the model's tensor, the saved one) for each tensor that `held_tensors` gives, by name.
 
     Raises:
-        ValueError: if one is missing or has another shape.
+        ValueError: if one, or a head's, is missing or has another shape.
     """
-    present = {n: t for n, t in model.state_dict().items() if inside(n, record.heads)}
-    saved = {n.removeprefix("head."): t for n, t in tensors.items() if n.startswith("head.")}
+    saved = held_tensors(tensors)
+    state = model.state_dict()
+    present = {n: t for n, t in state.items() if n in saved or inside(n, record.heads)}
     if differing := mismatch(saved, present):
         name, in_file, in_model = differing
         raise ValueError(
@@ -330,6 +353,37 @@ def head_tensors(
             "build the model with the adapter's number of classes"
         )
     return {name: (present[name], saved[name]) for name in present}
+
+
+def held_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """An adapter's tensors of the heads and of what the base's files lack, by the model's names."""
+    return {n.removeprefix("head."): t for n, t in tensors.items() if n.startswith("head.")}
+
+
+def held_modules(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Names of the modules that are exchanged as a whole: the heads, and the owners of tensors.
+
+    Args:
+        model: an adapted model.
+        names: of the tensors, inside the heads or outside.
+
+    Raises:
+        ValueError: if a tensor outside the heads is an adapted layer's or the model's own.
+    """
+    record = vera_of(model)
+    owners = {}
+    for name in names:
+        if not inside(name, record.heads):
+            owners[name.rpartition(".")[0]] = name
+    for owner, name in owners.items():
+        if not owner or any(inside(layer, [owner]) for layer in record.layers):
+            raise ValueError(
+                f"{name} is random, since the base's files lack it, and its module "
+                f"{'is adapted' if owner else 'is the whole model'}, so that neither a file of "
+                "peft nor some rows of a batch can have another one: train with targets that leave "
+                "it out, or save strip(merge(model)) as a whole"
+            )
+    return [*record.heads, *sorted(owners)]
 
 
 def _first_names(names: list[str]) -> str:

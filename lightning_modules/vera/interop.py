@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lightning_modules.layouts import inside, shape_of
+from lightning_modules.vera.adapter import held_modules
 from lightning_modules.vera.projections import Projections
 from lightning_modules.vera.vera import (
     Vera,
@@ -25,7 +26,7 @@ from lightning_modules.vera.vera import (
     vectors_of,
     vera_of,
 )
-from lightning_modules.weights import read_file
+from lightning_modules.weights import drawn_at_random, read_file
 
 PREFIX = "base_model.model."
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -33,6 +34,8 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 def to_peft(model: nn.Module, folder: str | Path, projections: bool = True) -> Path:
     """Write the adapter as a VeRA directory for `peft.PeftModel.from_pretrained`.
+
+    What the base's files lack (`model.at_random`) is written like a head, in `modules_to_save`.
 
     Args:
         model: a model that `add_vera` has changed.
@@ -44,7 +47,8 @@ def to_peft(model: nn.Module, folder: str | Path, projections: bool = True) -> P
 
     Raises:
         ValueError: if the model has no VeRA layer, or peft cannot represent it: slices, unshared
-            projections, or, without `projections`, matrices that peft would not draw.
+            projections, without `projections` matrices that peft would not draw, or an adapted
+            layer that the base's files lack.
     """
     from peft import VeraConfig
 
@@ -59,6 +63,7 @@ def to_peft(model: nn.Module, folder: str | Path, projections: bool = True) -> P
         raise ValueError(
             "the projections are not shared, and peft's VeRA knows one pair: write it with to_lora"
         )
+    held = held_modules(model, drawn_at_random(model, record.heads))
     matrices = projections_of(model)[0]
     drawn = matrices.given is None and record.init == "kaiming_uniform"
     if not drawn and not projections:
@@ -78,9 +83,9 @@ def to_peft(model: nn.Module, folder: str | Path, projections: bool = True) -> P
         projection_prng_key=record.seed,
         d_initial=record.d_init,
         save_projection=projections,
-        **_shared_config(model, record),
+        **_shared_config(model, held),
     )
-    return _write(model, record, config, tensors, folder)
+    return _write(model, held, config, tensors, folder)
 
 
 def lora_factors(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
@@ -116,7 +121,8 @@ def lora_factors(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
 def to_lora(model: nn.Module, folder: str | Path) -> Path:
     """Write the adapter as a LoRA directory for peft, exactly and with the same rank.
 
-    It is as large as any LoRA adapter of that rank: L·(m + n)·r numbers.
+    It is as large as any LoRA adapter of that rank: L·(m + n)·r numbers. What the base's files
+    lack is written as by `to_peft`.
 
     Args:
         model: a model that `add_vera` has changed.
@@ -126,17 +132,19 @@ def to_lora(model: nn.Module, folder: str | Path) -> Path:
         The folder.
 
     Raises:
-        ValueError: if the model has no VeRA layer, or slices of one layer do not share A.
+        ValueError: if the model has no VeRA layer, slices of one layer do not share A, or the
+            base's files lack an adapted layer.
     """
     from peft import LoraConfig
 
     record = vera_of(model)
+    held = held_modules(model, drawn_at_random(model, record.heads))
     tensors = {}
     for name, (a, b) in lora_factors(model).items():
         tensors[f"{PREFIX}{name}.lora_A.weight"] = a
         tensors[f"{PREFIX}{name}.lora_B.weight"] = b
-    config = LoraConfig(r=record.rank, lora_alpha=record.rank, **_shared_config(model, record))
-    return _write(model, record, config, tensors, folder)
+    config = LoraConfig(r=record.rank, lora_alpha=record.rank, **_shared_config(model, held))
+    return _write(model, held, config, tensors, folder)
 
 
 @torch.no_grad()
@@ -238,26 +246,26 @@ def _stored_matrices(
     return None if same else matrices
 
 
-def _shared_config(model: nn.Module, record: Vera) -> dict[str, Any]:
+def _shared_config(model: nn.Module, held: list[str]) -> dict[str, Any]:
     """The entries that peft's configurations of VeRA and LoRA share."""
     layers = layers_of(model)
     return {
         # a regular expression, because a list would match the ends of other names too
         "target_modules": "|".join(re.escape(name) for name in layers),
         "fan_in_fan_out": any(isinstance(layer, Conv1D) for layer in layers.values()),
-        "modules_to_save": list(record.heads) or None,
+        "modules_to_save": held or None,
         "base_model_name_or_path": getattr(model, "name_or_path", None),
         "inference_mode": True,
     }
 
 
 def _write(
-    model: nn.Module, record: Vera, config: Any, tensors: dict[str, Tensor], folder: str | Path
+    model: nn.Module, held: list[str], config: Any, tensors: dict[str, Tensor], folder: str | Path
 ) -> Path:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, tensor in model.state_dict().items():
-        if inside(name, record.heads):
+        if inside(name, held):
             tensors[PREFIX + name] = tensor
     content = {k: v.detach().cpu().clone().contiguous() for k, v in tensors.items()}
     save_file(content, folder / TENSORS, metadata={"format": "pt"})

@@ -8,6 +8,7 @@ for the batch, and only the scaling vectors differ by row (Equation 2 with b and
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lightning_modules.layouts import inside
 from lightning_modules.vera.adapter import (
     check_adapter,
     head_tensors,
+    held_modules,
     load_adapter,
     read_adapter,
     record_from,
@@ -35,6 +37,7 @@ class Adapters:
             logits = model(**batch).logits
 
     Their vectors and heads are stored separately from the model's, which apply outside of `rows`.
+    So is what the base's files lack, such as a pooler, which is another one in each training.
 
     Args:
         model: the base, plain or adapted; a plain one gets the first adapter loaded into it.
@@ -51,6 +54,7 @@ class Adapters:
         self.model, self.check_base = model, check_base
         self._vectors: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
         self._heads: dict[str, dict[str, Tensor]] = {}
+        self._by_row: list[str] = []  # names of the modules whose tensors `_heads` has
         self._base: str | None = None  # SHA-256, to hash the model once and not for every adapter
         for name, folder in folders.items():
             self.add(name, folder)
@@ -77,10 +81,12 @@ class Adapters:
                 f"{list(record.heads)}: adapters of one batch need the same heads"
             )
         base_was_checked = self._base == manifest["base_sha256"]
-        check_adapter(self.model, manifest, folder, self.check_base and not base_was_checked)
+        check = self.check_base and not base_was_checked
+        check_adapter(self.model, manifest, tensors, folder, check)
         self._base = manifest["base_sha256"]
         vectors = vectors_of(self.model)
         heads = head_tensors(self.model, record, tensors, folder)
+        self._by_row = held_modules(self.model, [*heads, *chain(*self._heads.values())])
         self._vectors[name] = {
             key: (b.to(vectors[key][0]), d.to(vectors[key][1]))
             for key, (b, d) in split_vectors(manifest, tensors).items()
@@ -109,7 +115,7 @@ class Adapters:
         rows = [name for name in names for _ in range(copies)]
         used = list(dict.fromkeys(rows))
         index = torch.tensor([used.index(name) for name in rows])
-        layers, heads = layers_of(self.model), vera_of(self.model).heads
+        layers = layers_of(self.model)
         try:
             for layer_name, layer in layers.items():
                 layer.rows = {}
@@ -122,14 +128,14 @@ class Adapters:
                         torch.stack([b for b, _ in pairs])[index],
                         torch.stack([d for _, d in pairs])[index],
                     )
-            for head in heads:
+            for head in self._by_row:
                 module: Any = self.model.get_submodule(head)
                 module.forward = _HeadByRow(self, head, module, used, index)
             yield
         finally:
             for layer in layers.values():
                 layer.rows = None
-            for head in heads:
+            for head in self._by_row:
                 self.model.get_submodule(head).__dict__.pop("forward", None)
 
     def head(self, name: str, head: str) -> dict[str, Tensor]:

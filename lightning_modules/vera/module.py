@@ -8,6 +8,7 @@ batch into logits.
 
 import io
 import warnings
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import lightning as L
@@ -16,8 +17,8 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection
 
+from lightning_modules.apet.placement import head_parameters
 from lightning_modules.backbones import shard
-from lightning_modules.layouts import inside
 from lightning_modules.optim import (
     build_optimizer,
     parameter_groups,
@@ -30,6 +31,7 @@ from lightning_modules.vera.scores import loss_of
 from lightning_modules.vera.targets import query_and_value, resolve
 from lightning_modules.vera.vera import add_vera
 from lightning_modules.weights import (
+    drawn_at_random,
     fingerprint,
     load_completely,
     load_weights,
@@ -122,25 +124,32 @@ class FineTuning(L.LightningModule):
         raise NotImplementedError
 
     @property
+    def tuned_model(self) -> nn.Module:
+        """What the method changes and whose modules `heads` names: `model`, or a part of it."""
+        assert self.model is not None
+        return self.model
+
+    @property
     def heads(self) -> list[str]:
         """Names of the modules that are trained in full."""
-        assert self.model is not None
         heads = self.hparams["heads"]
-        return self.default_heads(self.model) if heads is None else heads
+        return self.default_heads(self.tuned_model) if heads is None else heads
 
     def configure_model(self) -> None:
         """Build and adapt the model once, and shard it where the strategy asks."""
         if self.model is not None:
             return
         self.model = self.build()
+        tuned = self.tuned_model
         if self.init_from is not None:
             if self.pretrained:
-                load_weights(self.model, self.init_from)
+                load_weights(tuned, self.init_from)
             else:
-                optional = [*self.heads, *self.default_heads(self.model)]
-                given = load_completely(self.model, self.init_from, NOT_MERGED, optional=optional)
-                self.model.at_random = frozenset(given.missing)  # type: ignore[assignment]
-        self._adapt(self.model)
+                optional = [*self.heads, *self.default_heads(tuned)]
+                given = load_completely(tuned, self.init_from, NOT_MERGED, optional=optional)
+                lacking = [*given.missing, *(text.split()[0] for text in given.reshaped)]
+                tuned.at_random = frozenset(lacking)  # type: ignore[assignment]
+        self._adapt(tuned)
         if self.device_mesh is not None:
             shard(self.model, self.device_mesh["data_parallel"])
 
@@ -177,10 +186,10 @@ class FineTuning(L.LightningModule):
 
     def on_train_start(self) -> None:
         """Log the numbers of trainable parameters, `tuned` and `heads`."""
-        assert self.model is not None
+        in_heads = head_parameters(self.tuned_model, self.heads)
         sizes: dict[str, float] = {"tuned": 0, "heads": 0}
-        for name, parameter in trainable(self.model).items():
-            sizes["heads" if inside(name, self.heads) else "tuned"] += parameter.numel()
+        for parameter in trainable(self.tuned_model).values():
+            sizes["heads" if parameter in in_heads else "tuned"] += parameter.numel()
         if self.logger is not None:  # self.log would round them to float32
             self.logger.log_metrics(sizes, self.global_step)
 
@@ -224,13 +233,12 @@ class FineTuning(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW with a separate learning rate for the heads, and its schedule."""
-        assert self.model is not None
         h: Any = self.hparams
-        in_a_head = {id(p) for n, p in trainable(self.model).items() if inside(n, self.heads)}
+        in_heads = head_parameters(self.tuned_model, self.heads)
         groups = []
-        for group in parameter_groups(self.model, h.weight_decay, h.decay_vectors):
+        for group in parameter_groups(self.tuned_model, h.weight_decay, h.decay_vectors):
             for lr, is_head in ((h.lr, False), (h.lr if h.head_lr is None else h.head_lr, True)):
-                params = [p for p in group["params"] if (id(p) in in_a_head) == is_head]
+                params = [p for p in group["params"] if (p in in_heads) == is_head]
                 if params:
                     groups.append({**group, "params": params, "lr": lr})
         optimizer = build_optimizer("adamw", groups, h.lr)
@@ -251,11 +259,16 @@ class FineTuning(L.LightningModule):
             return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """With `adapter_only`, replace the frozen parameters by their SHA-256."""
+        """Name what the base's files lack; replace the rest of the base by its SHA-256.
+
+        The latter with `adapter_only`. The names are for whom saves the loaded model's adapter.
+        """
+        if random := drawn_at_random(self.tuned_model, self.heads):
+            checkpoint["at_random"] = sorted(random)
         if self.adapter_only:
-            frozen = self._frozen()
-            checkpoint["base_sha256"] = fingerprint(frozen)
-            for name in frozen:
+            base = self._base(checkpoint["state_dict"])
+            checkpoint["base_sha256"] = fingerprint(base)
+            for name in base:
                 del checkpoint["state_dict"][name]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -269,31 +282,35 @@ class FineTuning(L.LightningModule):
         ours = {**self.hparams, "method_args": complete(self.hparams)}
         saved["method_args"] = complete(saved)
         refuse_another_model({"hyper_parameters": saved}, ours, [*names, "method_args"])
+        if random := checkpoint.get("at_random"):
+            tuned = self.tuned_model
+            tuned.at_random = {*getattr(tuned, "at_random", ()), *random}  # type: ignore[assignment]
         if not self.adapter_only:
             return
-        frozen = self._frozen()
-        expected = self.state_dict().keys() - frozen.keys()
+        base = self._base(checkpoint["state_dict"])
+        expected = self.state_dict().keys() - base.keys()
         if differing := expected ^ checkpoint["state_dict"].keys():
             raise ValueError(
                 f"this checkpoint of an adapter alone does not hold the parameters that train here "
                 f"(such as {min(differing)}): give one that a run with these settings wrote"
             )
-        if checkpoint.get("base_sha256") not in (None, fingerprint(frozen)):
+        if checkpoint.get("base_sha256") not in (None, fingerprint(base)):
             raise ValueError(
                 f"this checkpoint of an adapter alone was trained on another base than "
                 f"{self.init_from or self.hparams['architecture']} is now: set model.init_from or "
                 "model.architecture to that base"
             )
 
-    def _frozen(self) -> dict[str, Tensor]:
-        """The frozen parameters that the base's files hold, by all their names if they are tied.
+    def _base(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The frozen parameters that a checkpoint leaves to the base's files, by all their names.
 
-        Those that were initialised at random, because the files lack them (such as a pooler), are
-        left out.
+        Those that the files lack, such as a pooler, were initialised at random and are in the
+        checkpoint's `state`. Checkpoints from before have fewer of them.
         """
-        assert self.model is not None
-        drawn: Any = getattr(self.model, "at_random", ())
-        named = self.model.named_parameters(remove_duplicate=False)
+        [prefix] = [name for name, part in self.named_modules() if part is self.tuned_model]
+        drawn = {f"{prefix}.{name}" for name in getattr(self.tuned_model, "at_random", ())}
         return {
-            f"model.{name}": p for name, p in named if not p.requires_grad and name not in drawn
+            name: parameter
+            for name, parameter in self.named_parameters(remove_duplicate=False)
+            if not parameter.requires_grad and not (name in drawn and name in state)
         }

@@ -106,8 +106,8 @@ def budget_of(run: Run, grid: dict[str, Any], model: str, method: str) -> int:
         arguments["label_tokens"] = [0, 1]
     module = instance_of(parsed.as_dict(), **arguments)
     with torch.device("meta"):
-        base = module.build()
-        return tuned_in(base, module.default_heads(base), of_method(grid, method, model))
+        module.model = module.build()
+        return tuned_in(module.tuned_model, module.heads, of_method(grid, method, model))
 
 
 def tuned_in(model: nn.Module, heads: Sequence[str], settings: Mapping[str, Any]) -> int:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from types import SimpleNamespace
 
 import lightning as L
 import torch
@@ -9,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
-from callbacks.adapter import SaveAdapter
+from callbacks.adapter import SaveAdapter, best_checkpoint
 from lightning_modules.vera import ImageTuning, load_adapter, strip
 
 VIT = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
@@ -81,3 +82,21 @@ def test_the_adapter_is_that_of_the_best_checkpoint(tmp_path):
     manifest = json.loads((tmp_path / "adapter" / "manifest.json").read_text())
     assert manifest["base"] == "vit_tiny_patch16_224" and manifest["tokenizer"] is None
     assert manifest["classes"] == ["one", "two", "three"]
+
+
+def test_no_best_checkpoint_or_a_sharded_one(tmp_path, caplog):
+    """Before the first save the path is empty; only SaveAdapter speaks of the adapter."""
+    module = ImageTuning(3, "vit_tiny_patch16_224", model_args=VIT, rank=4)
+    module.configure_model()
+    monitor = ModelCheckpoint(tmp_path, "best", monitor="val/loss")
+    trainer = SimpleNamespace(checkpoint_callbacks=[monitor], default_root_dir=tmp_path)
+    assert best_checkpoint(trainer) is None
+    SaveAdapter(tmp_path / "first").on_fit_end(trainer, module)
+    assert not caplog.text and (tmp_path / "first" / "manifest.json").is_file()
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    monitor.best_model_path = str(shards)
+    assert best_checkpoint(trainer) is monitor and not caplog.text
+    SaveAdapter(tmp_path / "second").on_fit_end(trainer, module)
+    assert f"{shards} is sharded; the adapter is that of the last step" in caplog.text
+    assert (tmp_path / "second" / "manifest.json").is_file()

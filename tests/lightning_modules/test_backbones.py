@@ -5,7 +5,7 @@ import timm
 import torch
 from timm.models import save_for_hf
 
-from lightning_modules.backbones import build_vision
+from lightning_modules.backbones import build_text, build_vision, text_inputs
 
 TINY = {"img_size": 28, "embed_dim": 32, "depth": 2, "num_heads": 2}
 
@@ -21,6 +21,16 @@ class TestLocalFolder:
         other = build_vision(f"local-dir:{tmp_path}", 7, {"img_size": 42}, pretrained=True)
         assert other(torch.randn(1, 3, 42, 42)).shape == (1, 7)
 
+    @pytest.mark.parametrize(("classes", "new"), [(7, {"head.weight", "head.bias"}), (5, set())])
+    def test_a_classifier_of_other_classes_is_drawn_at_random(self, tmp_path, classes, new):
+        model = timm.create_model("vit_small_patch14_dinov2", num_classes=5, **TINY)
+        arguments = {**TINY, "num_classes": 5}
+        save_for_hf(model, tmp_path, model_args=arguments, safe_serialization=True)
+        loaded = build_vision(f"local-dir:{tmp_path}", classes, {}, pretrained=True)
+        assert loaded.at_random == new
+        files = model.state_dict()
+        assert new == {n for n, v in loaded.state_dict().items() if not torch.equal(v, files[n])}
+
     def test_without_pretrained_it_is_random(self, tmp_path):
         model = timm.create_model("vit_small_patch14_dinov2", num_classes=0, **TINY)
         save_for_hf(model, tmp_path, model_args={**TINY, "num_classes": 0}, safe_serialization=True)
@@ -35,3 +45,44 @@ class TestLocalFolder:
 def test_an_unknown_name_suggests_similar_ones():
     with pytest.raises(ValueError, match=r"no model 'vit_bas_patch16_224'; similar: vit_base"):
         build_vision("vit_bas_patch16_224", 10, {})
+
+
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+SMALL |= {"num_attention_heads": 2, "vocab_size": 50, "max_position_embeddings": 34}
+BART = {
+    "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "vocab_size": 50, "max_position_embeddings": 34,
+    "bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
+}  # fmt: skip
+OPT = {
+    "hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "vocab_size": 50, "max_position_embeddings": 34,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "sizes", "longest"),
+    [
+        ("bert", "classification", SMALL, 34),
+        ("roberta", "classification", SMALL, 32),
+        ("xlm-roberta", "classification", SMALL, 32),
+        ("camembert", "masked", SMALL, 32),
+        ("mpnet", "classification", SMALL, 32),
+        ("roberta", "classification", {**SMALL, "pad_token_id": 0}, 33),
+        ("roberta", "causal", {**SMALL, "is_decoder": True}, 32),
+        ("bart", "seq2seq", BART, 34),  # two more embeddings than the configuration says
+        ("opt", "causal", OPT, 34),
+    ],
+)
+def test_a_text_may_have_as_many_tokens_as_there_are_positions_for(kind, task, sizes, longest):
+    model = build_text(kind, task, sizes).eval()
+
+    def batch(length):
+        ids = torch.full((1, length), 5)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    model(**text_inputs(batch(longest), model))
+    with pytest.raises(ValueError, match=f"{longest} positions: set data.max_length to {longest} "):
+        text_inputs(batch(longest + 1), model)
+    with pytest.raises((IndexError, RuntimeError)):  # what the check spares the user
+        model(**batch(longest + 1))

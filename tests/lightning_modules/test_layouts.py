@@ -159,18 +159,35 @@ def test_other_attention_is_refused_by_name(name):
         attentions(model)
 
 
+def with_images(name: str, **sizes) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """A timm model and its arguments."""
+    model = timm.create_model(name, **sizes)
+    return model, (torch.zeros(1, *model.default_cfg["input_size"]),)
+
+
+def decoder_layer() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """torch's decoder layer, which calls its linear layers in evaluation too, and its arguments."""
+    layer = nn.TransformerDecoderLayer(24, 4, 48, batch_first=True)
+    return layer, (torch.zeros(1, 3, 24), torch.zeros(1, 3, 24))
+
+
+ONE = {"embed_dim": 24, "depth": 1, "num_heads": 2}
+SWIN = {"embed_dim": 24, "depths": (1, 1), "num_heads": (2, 2)}
+
+
 @pytest.mark.parametrize(
-    ("name", "sizes", "qkv"),
+    ("build", "qkv"),
     [
-        ("beit_base_patch16_224", {"embed_dim": 24, "depth": 1, "num_heads": 2}, True),
-        ("eva02_tiny_patch14_224", {"embed_dim": 24, "depth": 1, "num_heads": 2}, True),
-        ("eva02_base_patch14_224", {"embed_dim": 24, "depth": 1, "num_heads": 2}, False),
-        ("swinv2_tiny_window8_256", {"embed_dim": 24, "depths": (1, 1), "num_heads": (2, 2)}, True),
-        ("vit_tiny_patch16_224", {"embed_dim": 24, "depth": 1, "num_heads": 2}, False),
+        (lambda: with_images("beit_base_patch16_224", **ONE), True),
+        (lambda: with_images("eva02_tiny_patch14_224", **ONE), True),
+        (lambda: with_images("eva02_base_patch14_224", **ONE), False),
+        (lambda: with_images("swinv2_tiny_window8_256", **SWIN), True),
+        (lambda: with_images("vit_tiny_patch16_224", **ONE), False),
+        (decoder_layer, False),
     ],
 )
-def test_uncalled_layers_are_those_that_a_forward_pass_does_not_call(name, sizes, qkv):
-    model = timm.create_model(name, **sizes)
+def test_uncalled_layers_are_those_that_a_forward_pass_does_not_call(build, qkv):
+    model, arguments = build()
     linear = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}
     for training in (True, False):
         called = set()
@@ -178,8 +195,7 @@ def test_uncalled_layers_are_those_that_a_forward_pass_does_not_call(name, sizes
             m.register_forward_hook(lambda *_, n=n, called=called: called.add(n))
             for n, m in linear.items()
         ]
-        side = model.default_cfg["input_size"][-1]
-        model.train(training)(torch.zeros(1, 3, side, side))
+        model.train(training)(*arguments)
         for handle in handles:
             handle.remove()
         assert uncalled_layers(model) == set(linear) - called

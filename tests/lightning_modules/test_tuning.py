@@ -1,6 +1,7 @@
 """The usual methods: what each trains, to the parameter, and that each starts as the base."""
 
 import copy
+import re
 
 import pytest
 import timm
@@ -10,8 +11,12 @@ from transformers import (
     BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     RobertaConfig,
     RobertaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from lightning_modules.pela import factorize
@@ -124,6 +129,39 @@ def test_norms_and_a_pooler_can_be_left_out():
     assert counts["adapter_h", True] - counts["adapter_h", False] == norms
     assert counts["adapter_d", True] - counts["adapter_d", False] == norms
     assert counts["bitfit", True] - counts["bitfit", False] == 16
+
+
+def llama():
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=4,
+        num_attention_heads=2,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def t5():
+    config = T5Config(
+        vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=4, num_heads=2,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config)
+
+
+# of four layers: the norms before attention and feed-forward part and the last one; T5's decoder
+# has one more before cross-attention, and no adapter there
+@pytest.mark.parametrize(
+    ("build", "norms", "adapters"), [(llama, 2 * 4 + 1, 8), (t5, (2 * 4 + 1) + (3 * 4 + 1), 16)]
+)
+def test_rms_norms_train_and_every_stack_has_adapters_in_its_upper_half(build, norms, adapters):
+    size = 2 * 16 * 2 + 2 + 16
+    for method, count in (("adapter_h", adapters), ("adapter_d", adapters // 2)):
+        for trained in (True, False):
+            model = tune(build(), method, rank=2, norms=trained)
+            tuned = sum(p.numel() for p in trainable(model).values())
+            assert tuned == count * size + trained * norms * 16
+    adapted = {tuple(re.split(r"\.(\d+)\.", n)[:2]) for n in trainable(model) if ".adapter." in n}
+    stacks = ["model.layers"] if build is llama else ["encoder.block", "decoder.block"]
+    assert adapted == {(stack, layer) for stack in stacks for layer in "23"}
 
 
 def test_vblora_mixes_its_factors_of_one_bank():

@@ -31,7 +31,7 @@ from recipes.apet.cells import (
     uncollapsed,
 )
 from recipes.apet.counts import thresholds
-from recipes.apet.positions import tuned_in
+from recipes.apet.positions import budget_of, tuned_in
 from recipes.apet.texts import text_score
 from recipes.claims import judge
 from recipes.cli import grid, presets
@@ -690,6 +690,12 @@ def test_the_methods_have_the_released_sizes(name):
             model = build(*shape)
             heads = ["classifier"] if build is bert_of else []
             assert tuned_in(model, heads, of_method(settings, method, name)) == size
+
+
+def test_a_decoder_s_budget_is_its_language_model_s():
+    """Not that of `LabelWords` around it, which embeds no tokens and so takes no prompt."""
+    run = command_line(module_of("positions").EXPERIMENT, [])
+    assert budget_of(run, run.grid(GRID), "decoder-32", "prompt") == 4 * 32
 
 
 @pytest.mark.parametrize("name", ["scales", "positions", "counts"])

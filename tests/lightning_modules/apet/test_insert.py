@@ -360,6 +360,35 @@ def test_saved_as_values_and_a_seed(name, tmp_path):
         load(other, file)
 
 
+@pytest.mark.parametrize("heads", [["classifier"], []])
+def test_what_the_base_s_files_lack_is_in_the_file(heads, tmp_path):
+    """A pooler and a classifier that are drawn anew in each build, as bge-small's are."""
+
+    def build(seed):
+        model = made("bert")
+        random = {n: p for n, p in model.named_parameters() if "pooler" in n or "classifier" in n}
+        torch.manual_seed(seed)
+        for parameter in random.values():
+            torch.nn.init.normal_(parameter)
+        model.at_random = frozenset(random)
+        return model
+
+    model = insert(build(1), 700, seed=4, heads=heads)
+    scatter(model)
+    file = save(model, tmp_path / "theta.safetensors")
+    again = load(build(2), file)
+    assert torch.equal(still(again), still(model))
+    plain = build(2)
+    del plain.at_random
+    third = load(plain, save(again, tmp_path / "again.safetensors"))
+    assert torch.equal(still(third), still(model))
+    model.at_random = frozenset()
+    before = save(model, tmp_path / "before.safetensors")  # the pooler only in the base's hash
+    assert torch.equal(still(load(build(1), before)), still(model))
+    with pytest.raises(ValueError, match="other base weights"):
+        load(build(2), before)
+
+
 def test_another_model_s_positions_are_refused(tmp_path):
     model = insert(made("bert"), 700, seed=4)
     file = save(model, tmp_path / "theta.safetensors")

@@ -1,14 +1,19 @@
 """Language models as classifiers by label words, and every way to tune them."""
 
+from types import SimpleNamespace
+
 import lightning as L
 import pytest
 import torch
 import transformers
+from lightning.pytorch.callbacks import ModelCheckpoint
 
+from callbacks.adapter import SaveAdapter
 from datamodules import GLUEData
 from lightning_modules.apet import LabelWords
 from lightning_modules.apet.module import LabelWordTuning
 from lightning_modules.apet.prompt import add_prompt
+from lightning_modules.vera import LanguageTuning, load_adapter
 
 SIZES = {
     "llama": {
@@ -87,3 +92,85 @@ def test_data_without_label_words_is_said():
     module = LabelWordTuning(num_classes=2, architecture="llama")
     with pytest.raises(ValueError, match="needs a word for each class"):
         module.build()
+
+
+def llama(module=LabelWordTuning, **arguments):
+    """A tiny Llama, as a classifier or as a language model, built by its LightningModule."""
+    sizes = {"vocab_size": 2000, **SIZES["llama"]}
+    if module is LabelWordTuning:
+        arguments |= {"num_classes": 2, "label_tokens": [3, 4]}
+    built = module(architecture="llama", model_args=sizes, rank=2, **arguments)
+    built.configure_model()
+    return built
+
+
+def test_heads_are_the_language_model_s():
+    module = llama(heads=["lm_head"], lr=1e-2, head_lr=1e-5)
+    lines = []
+    module.trainer = SimpleNamespace(
+        estimated_stepping_batches=100, fit_loop=SimpleNamespace(_combined_loader=None),
+        global_step=0, logger=SimpleNamespace(log_metrics=lambda sizes, _: lines.append(sizes)),
+        loggers=[None],
+    )  # fmt: skip
+    module.trainer.loggers = [module.trainer.logger]
+    groups = module.configure_optimizers()["optimizer"].param_groups
+    rates = {id(p): group["initial_lr"] for group in groups for p in group["params"]}
+    head = module.model.model.lm_head.weight
+    assert rates.pop(id(head)) == 1e-5 and set(rates.values()) == {1e-2}
+    module.on_train_start()
+    vectors = sum(p.numel() for n, p in module.named_parameters() if ".vera_" in n)
+    assert lines == [{"tuned": vectors, "heads": head.numel()}]
+    with pytest.raises(ValueError, match="'model.lm_head' is no module of LlamaForCausalLM"):
+        llama(heads=["model.lm_head"])
+
+
+def test_it_starts_from_a_language_model_and_from_its_own_checkpoint(tmp_path):
+    torch.manual_seed(0)
+    classifier, language = llama(method="full"), llama(LanguageTuning, method="full")
+    names = classifier.state_dict().keys()
+    assert {f"model.{name}" for name in language.state_dict()} == names  # as they always were
+    torch.save({"state_dict": classifier.state_dict()}, tmp_path / "words.ckpt")
+    torch.save({"state_dict": language.state_dict()}, tmp_path / "language.ckpt")
+    language.model.save_pretrained(tmp_path / "folder")
+    for source, file in ((classifier, "words.ckpt"), (language, "language.ckpt")):
+        started = llama(init_from=str(tmp_path / file), method="full")
+        for given, loaded in zip(source.parameters(), started.parameters(), strict=True):
+            assert torch.equal(given, loaded)
+    started = llama(init_from=str(tmp_path / "folder"), method="full")
+    assert torch.equal(started.model.model.lm_head.weight, language.model.lm_head.weight)
+
+
+@pytest.mark.parametrize("adapter_only", [True, False])
+def test_the_adapter_of_the_best_checkpoint_is_saved(tmp_path, adapter_only):
+    torch.manual_seed(0)
+    base = llama(LanguageTuning, method="full").model.eval()
+    base.save_pretrained(tmp_path / "base")
+    start = {"init_from": str(tmp_path / "base"), "adapter_only": adapter_only}
+    module = llama(**start, lr=0.3, warmup=0.0)
+    data = GLUEData(
+        "SST-2", source="generated", label_words=["dull", "funny"], limit=32, eval_limit=32,
+        batch_size=8,
+    )  # fmt: skip
+    best = ModelCheckpoint(tmp_path, "best", monitor="val/loss")
+    trainer = L.Trainer(
+        max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu", default_root_dir=tmp_path, callbacks=[best, SaveAdapter()],
+        num_sanity_val_steps=0,
+    )  # fmt: skip
+    trainer.fit(module, data)
+    saved = LabelWordTuning.load_from_checkpoint(tmp_path / "best.ckpt", **start).eval().model
+    last = module.state_dict()
+    assert any(not torch.equal(v, last[f"model.{n}"]) for n, v in saved.state_dict().items())
+    load_adapter(base, tmp_path / "adapter")
+    ids = torch.arange(5, 13)[None]
+    with torch.no_grad():
+        logits = base(input_ids=ids).logits[:, -1, module.hparams.label_tokens]
+        torch.testing.assert_close(logits, saved(ids, torch.ones_like(ids)))
+
+
+def test_a_prompt_takes_positions():
+    module = llama(method="prompt")
+    longest = module.model.config.max_position_embeddings - 2
+    ids = torch.ones(1, longest + 1, dtype=torch.long)
+    with pytest.raises(ValueError, match=f"after a prompt of 2 .*max_length to {longest} or less"):
+        module.predict_step({"input_ids": ids, "attention_mask": ids}, 0)

@@ -6,8 +6,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import RobertaConfig, RobertaForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertModel,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
 
+from lightning_modules.backbones import build_text
 from lightning_modules.vera import add_vera, load_adapter, merge, save_adapter
 from lightning_modules.vera.projections import Projections
 from lightning_modules.vera.vera import projections_of, vectors_of
@@ -74,6 +81,65 @@ def test_a_merged_model_saves_the_same(tmp_path):
         assert (first / name).read_bytes() == (second / name).read_bytes()
     with pytest.raises(ValueError, match="merged into the weights of this Toy: call unmerge"):
         load_adapter(model, first)
+
+
+@pytest.fixture
+def without_pooler(tmp_path):
+    """A folder of a BERT without the pooler that its classifier reads, as bge-small's is."""
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=16, num_labels=3,
+    )  # fmt: skip
+    BertModel(config, add_pooling_layer=False).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def from_files(folder, seed):
+    """The classifier of a folder; what the folder lacks is drawn from the seed."""
+    torch.manual_seed(seed)
+    return build_text(str(folder), "classification", {}, pretrained=True).eval()
+
+
+IDS = torch.arange(3, 13).view(2, 5)
+
+
+@pytest.mark.parametrize("targets", [["query", "value"], ["all-linear"]])
+def test_what_the_base_s_files_lack_is_in_the_adapter(tmp_path, without_pooler, targets):
+    """A pooler, which is another one in every build, and with all-linear is adapted too."""
+    model = add_vera(from_files(without_pooler, 1), 4, targets, heads=["classifier"])
+    for parameter in (p for p in model.parameters() if p.requires_grad):
+        torch.nn.init.normal_(parameter)
+    logits = model(IDS).logits
+    folder = save_adapter(model, tmp_path / "adapter")
+    assert "head.bert.pooler.dense.weight" in load_file(folder / "adapter.safetensors")
+    by_hand = AutoModelForSequenceClassification.from_pretrained(without_pooler).eval()
+    for base in (from_files(without_pooler, 2), by_hand):
+        load_adapter(base, folder)
+        assert torch.equal(base(IDS).logits, logits)
+        again = save_adapter(merge(base), tmp_path / "again")
+        for name in ("manifest.json", "adapter.safetensors"):
+            assert (again / name).read_bytes() == (folder / name).read_bytes()
+    other = from_files(without_pooler, 1)
+    torch.nn.init.normal_(other.bert.embeddings.word_embeddings.weight)
+    with pytest.raises(ValueError, match="was trained on another base"):
+        load_adapter(other, folder)
+
+
+def test_files_of_before_load_and_those_of_other_bases_are_as_before(tmp_path, without_pooler):
+    model = add_vera(from_files(without_pooler, 1), 4, ["query"], heads=["classifier"])
+    model.at_random = frozenset()  # so the pooler is only in the base's hash
+    folder = save_adapter(model, tmp_path / "before")
+    same = load_adapter(from_files(without_pooler, 1), folder)
+    assert torch.equal(same(IDS).logits, model(IDS).logits)
+    with pytest.raises(ValueError, match="was trained on another base"):
+        load_adapter(from_files(without_pooler, 2), folder)
+    toys = [trained(), trained()]
+    toys[1].load_state_dict(toys[0].state_dict())
+    toys[1].at_random = frozenset({"head.0.weight", "head.0.bias"})  # a new head, which trains
+    one, other = (save_adapter(toy, tmp_path / str(i)) for i, toy in enumerate(toys))
+    for name in ("manifest.json", "adapter.safetensors"):
+        assert (one / name).read_bytes() == (other / name).read_bytes()
 
 
 def test_size_for_roberta_base(tmp_path):

@@ -9,6 +9,8 @@ import timm
 import torch
 from torch import nn
 from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
     RobertaConfig,
@@ -146,6 +148,33 @@ def test_to_peft(tmp_path, build, targets, heads, projections):
     same(mine(IDS).logits, reread(build(), folder)(IDS).logits)
     back = from_peft(build(), folder)
     assert torch.equal(back(IDS).logits, mine(IDS).logits) and back.vera == mine.vera
+
+
+def without_pooler(seed):
+    """A BERT whose files lacked the pooler, which is drawn from a seed instead."""
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
+    config = BertConfig(vocab_size=30, num_attention_heads=2, num_labels=3, **sizes)
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(config).eval()
+    torch.manual_seed(seed)
+    torch.nn.init.normal_(model.bert.pooler.dense.weight)
+    model.at_random = frozenset(n for n in model.state_dict() if "bert.pooler" in n)
+    return model
+
+
+def test_what_the_base_s_files_lack_goes_along(tmp_path):
+    mine = add_vera(without_pooler(1), 16, ["query", "value"], heads=["classifier"])
+    scramble(trained(mine))
+    for write in (to_peft, to_lora):
+        folder = write(mine, tmp_path / write.__name__)
+        same(mine(IDS).logits, reread(without_pooler(2), folder)(IDS).logits)
+    back = from_peft(without_pooler(2), tmp_path / "to_peft")
+    assert torch.equal(back(IDS).logits, mine(IDS).logits)
+    adapted = add_vera(without_pooler(1), 16, ["dense"], heads=["classifier"])
+    for write in (to_peft, to_lora):
+        with pytest.raises(ValueError, match=r"pooler.dense.* is adapted, .*as a whole"):
+            write(adapted, tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
 
 
 @every_case

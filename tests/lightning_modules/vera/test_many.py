@@ -87,6 +87,31 @@ def test_forward(tmp_path, build, targets, heads):
         assert torch.equal(adapters.model(IDS).logits, before)  # outside, all is as it was
 
 
+def test_what_the_base_s_files_lack_differs_by_row(tmp_path):
+    """RoBERTa's first layer of the classifier stands in for a pooler that each training draws."""
+
+    def build(seed):
+        model = roberta()
+        torch.manual_seed(seed)
+        torch.nn.init.normal_(model.classifier.dense.weight, std=0.3)
+        model.at_random = frozenset({"classifier.dense.weight", "classifier.dense.bias"})
+        return model
+
+    folders = {}
+    for seed, name in enumerate(("one", "two")):
+        model = add_vera(build(seed), 16, ["query"], heads=["classifier.out_proj"])
+        folders[name] = save_adapter(model, tmp_path / name)
+    adapters = Adapters(build(2), folders)
+    with torch.no_grad(), adapters.rows(["one", "two", "one", "two"]):
+        mixed = adapters.model(IDS).logits
+    for i, name in enumerate(("one", "two", "one", "two")):
+        expected = load_adapter(build(2), folders[name])(IDS[i : i + 1]).logits[0]
+        torch.testing.assert_close(mixed[i], expected, rtol=0, atol=1e-10)
+    adapted = add_vera(build(0), 16, ["classifier.dense"], heads=["classifier.out_proj"])
+    with pytest.raises(ValueError, match="classifier.dense.* its module is adapted"):
+        Adapters(build(1), {"one": save_adapter(adapted, tmp_path / "adapted")})
+
+
 @pytest.mark.parametrize("copies", [1, 3])
 def test_generation(tmp_path, copies):
     folders = write(tmp_path, *CASES["gpt2"])

@@ -11,12 +11,19 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+from timm.models import save_for_hf
 from torch.utils.data import DataLoader
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertForSequenceClassification, BertModel
 
 from callbacks.seeding import SeedEveryStep
 from lightning_modules.labels import IGNORED
-from lightning_modules.vera import ImageTuning, LanguageTuning, TextTuning
+from lightning_modules.vera import (
+    ImageTuning,
+    LanguageTuning,
+    TextTuning,
+    load_adapter,
+    save_adapter,
+)
 from lightning_modules.vera.scores import classification_scores, loss_of
 from lightning_modules.vera.targets import resolve
 
@@ -387,6 +394,52 @@ def test_what_the_base_does_not_give_is_in_the_checkpoint_of_an_adapter(tmp_path
         assert torch.equal(loaded.state_dict()[name], value), name
 
 
+def test_a_checkpoint_says_what_the_base_s_files_lack(tmp_path):
+    """So that an adapter that is written from it holds the pooler, too."""
+    base = BertModel(BertConfig(**BERT), add_pooling_layer=False)
+    base.save_pretrained(tmp_path / "base")
+    module = TextTuning(2, str(tmp_path / "base"), pretrained=True, rank=4, lr=0.1, warmup=0)
+    trainer = fit(module, tmp_path, epochs=1)
+    trainer.save_checkpoint(tmp_path / "tuned.ckpt")
+    loaded = TextTuning.load_from_checkpoint(tmp_path / "tuned.ckpt").model.eval()
+    pooler = {"bert.pooler.dense.weight", "bert.pooler.dense.bias"}
+    assert loaded.at_random == pooler
+    folder = save_adapter(loaded, tmp_path / "adapter")
+    again = BertForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=2).eval()
+    load_adapter(again, folder)
+    ids = torch.arange(2, 14).view(3, 4)
+    assert torch.equal(again(ids).logits, loaded(ids).logits)
+    fit(text(warmup=0), tmp_path, epochs=1).save_checkpoint(tmp_path / "random.ckpt")
+    assert "at_random" not in torch.load(tmp_path / "random.ckpt", weights_only=True)
+
+
+def test_a_new_head_that_stands_still_is_in_the_checkpoint_of_an_adapter(tmp_path):
+    base = timm.create_model("vit_tiny_patch16_224", num_classes=0, **VIT)
+    save_for_hf(base, tmp_path, model_args={**VIT, "num_classes": 0}, safe_serialization=True)
+    settings = {"architecture": f"local-dir:{tmp_path}", "pretrained": True, "adapter_only": True}
+    module = ImageTuning(3, **settings, method="lora", rank=2, heads=[])
+    module.configure_model()
+    checkpoint = {"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams)}
+    older = copy.deepcopy(
+        checkpoint
+    )  # whose head was not in it: its hash was of all that is frozen
+    module.on_save_checkpoint(checkpoint)
+    assert "model.head.weight" in checkpoint["state_dict"]
+    assert "model.blocks.0.mlp.fc1.weight" not in checkpoint["state_dict"]
+    torch.save({**checkpoint, "pytorch-lightning_version": "2.6.0"}, tmp_path / "lora.ckpt")
+    loaded = ImageTuning.load_from_checkpoint(tmp_path / "lora.ckpt")
+    for name, value in module.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    drawn, module.model.at_random = module.model.at_random, frozenset()
+    module.on_save_checkpoint(older)
+    assert "model.head.weight" not in older["state_dict"]
+    module.model.at_random = drawn
+    module.on_load_checkpoint(older)  # a resumed run draws the same head again from its seed
+    loaded.model.head.weight.data.add_(1)
+    with pytest.raises(ValueError, match="trained on another base"):
+        loaded.on_load_checkpoint(older)
+
+
 def test_an_adapter_alone_needs_a_base_that_can_be_found_again():
     with pytest.raises(ValueError, match="set model.pretrained or model.init_from"):
         text(adapter_only=True)
@@ -465,4 +518,10 @@ def test_a_head_that_is_not_trained_in_full_may_be_missing(tmp_path):
     """APET without heads starts from weights without a classifier (apet.counts)."""
     weights = BertModel(BertConfig(**BERT)).state_dict()
     torch.save({f"bert.{name}": value for name, value in weights.items()}, tmp_path / "mlm.pt")
-    text(method="apet", heads=[], method_args={"budget": 50}, init_from=str(tmp_path / "mlm.pt"))
+    apet = {"method": "apet", "heads": [], "method_args": {"budget": 50}}
+    started = text(**apet, init_from=str(tmp_path / "mlm.pt"))
+    classifier = {"classifier.weight", "classifier.bias"}
+    assert started.model.at_random == classifier
+    of_three = text(num_classes=3, method="full").state_dict()
+    torch.save({"state_dict": of_three}, tmp_path / "three.ckpt")
+    assert text(**apet, init_from=str(tmp_path / "three.ckpt")).model.at_random == classifier
