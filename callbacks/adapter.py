@@ -16,10 +16,11 @@ class SaveAdapter(L.Callback):
 
     The adapter comes from the best checkpoint where a checkpoint callback has a `monitor`, and
     from the last step otherwise. Its manifest names the base model, the tokenizer and the classes.
-    For a model without VeRA nothing is written, and the log says so.
+    For a model without VeRA nothing is written, and the log says so; nor in a `fast_dev_run`.
 
     Args:
-        folder: destination; null for `adapter` in the run's folder.
+        folder: destination; null for `adapter` in the run's folder, or beside the checkpoints if
+            these are kept elsewhere.
     """
 
     def __init__(self, folder: str | None = None):
@@ -32,15 +33,26 @@ class SaveAdapter(L.Callback):
         if model is None:
             log.info("SaveAdapter: %s has no VeRA adapter to save", type(pl_module).__name__)
             return
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
         callback = best_checkpoint(trainer)
         best = Path(callback.best_model_path) if callback else None
         if best is not None and best.is_dir():
             log.warning("SaveAdapter: %s is sharded; the adapter is that of the last step", best)
             best = None
-        folder = Path(self.folder or Path(trainer.default_root_dir) / "adapter")
+        folder = Path(self.folder) if self.folder else run_folder(trainer) / "adapter"
         about = describe(pl_module, trainer)
         self.saved = save_adapter(model, folder, checkpoint=best, about=about)
         log.info("SaveAdapter: wrote %s, of %s", folder, best or "the last step")
+
+
+def run_folder(trainer: L.Trainer) -> Path:
+    """Where a training leaves its files; the checkpoints' folder if that is somewhere else."""
+    root = Path(trainer.default_root_dir).resolve()
+    kept = getattr(trainer.checkpoint_callback, "dirpath", None)
+    if kept is None or Path(kept).resolve().is_relative_to(root):
+        return root
+    return Path(kept)
 
 
 def best_checkpoint(trainer: L.Trainer) -> Any:

@@ -16,16 +16,16 @@ from lightning_modules.vera import ImageTuning, load_adapter, strip
 VIT = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
 
 
-def train(folder, method):
+def train(folder, method, **settings):
     generator = torch.Generator().manual_seed(0)
     samples = [(torch.randn(3, 16, 16, generator=generator), i % 3) for i in range(6)]
     module = ImageTuning(3, "vit_tiny_patch16_224", model_args=VIT, method=method, rank=4, lr=0.1)
     module.configure_model()
     base = strip(copy.deepcopy(module.model)) if method == "vera" else None
+    given = {"logger": False, "enable_checkpointing": False, "callbacks": [SaveAdapter()]}
     trainer = L.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
-        callbacks=[SaveAdapter()],
+        max_epochs=1, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=folder, **{**given, **settings},
     )  # fmt: skip
     trainer.fit(module, DataLoader(samples, 2))
     return module, base
@@ -38,6 +38,21 @@ def test_an_adapter_is_saved_and_loads_into_the_base(tmp_path):
     assert not torch.allclose(base.eval()(images), module.model(images))
     load_adapter(base, tmp_path / "adapter")
     torch.testing.assert_close(base(images), module.model(images))
+
+
+def test_it_is_written_beside_checkpoints_that_are_kept_elsewhere(tmp_path):
+    """Before, `--checkpoint.dirpath` left the adapter in the folder of every other run."""
+    callbacks = [SaveAdapter(), ModelCheckpoint(tmp_path / "mine")]
+    train(tmp_path / "run", "vera", callbacks=callbacks, enable_checkpointing=True)
+    assert (tmp_path / "mine" / "adapter").is_dir() and not (tmp_path / "run" / "adapter").exists()
+    callbacks = [SaveAdapter(), ModelCheckpoint(tmp_path / "run" / "checkpoints")]
+    train(tmp_path / "run", "vera", callbacks=callbacks, enable_checkpointing=True)
+    assert (tmp_path / "run" / "adapter").is_dir()
+
+
+def test_a_smoke_test_overwrites_no_adapter(tmp_path):
+    train(tmp_path, "vera", fast_dev_run=True)
+    assert not (tmp_path / "adapter").exists()
 
 
 def test_other_methods_have_none(tmp_path, caplog):
@@ -89,7 +104,9 @@ def test_no_best_checkpoint_or_a_sharded_one(tmp_path, caplog):
     module = ImageTuning(3, "vit_tiny_patch16_224", model_args=VIT, rank=4)
     module.configure_model()
     monitor = ModelCheckpoint(tmp_path, "best", monitor="val/loss")
-    trainer = SimpleNamespace(checkpoint_callbacks=[monitor], default_root_dir=tmp_path)
+    trainer = SimpleNamespace(
+        checkpoint_callbacks=[monitor], default_root_dir=tmp_path, fast_dev_run=False
+    )
     assert best_checkpoint(trainer) is None
     SaveAdapter(tmp_path / "first").on_fit_end(trainer, module)
     assert not caplog.text and (tmp_path / "first" / "manifest.json").is_file()
