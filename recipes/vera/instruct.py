@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pandas as pd
 import torch
 from torch import nn
@@ -39,6 +38,7 @@ from lightning_modules.vera import strip
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
+from recipes.methods import silent_trainer
 from recipes.nodes import device
 from recipes.provenance import provenance
 from recipes.results import Row
@@ -114,11 +114,7 @@ def measure_loss(m: Measuring) -> Iterator[Row]:
     """Mean loss per token of the held-out responses, in nats, and the cost of training."""
     stage, row = m.stages["stage"], m.settings["row"]
     data = stage.datamodule()
-    trainer = L.Trainer(
-        accelerator="auto", devices=1, logger=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    [scores] = trainer.validate(loaded(m), datamodule=data, verbose=False)
+    [scores] = silent_trainer().validate(loaded(m), datamodule=data, verbose=False)
     loss = scores["val/loss"]
     values: dict[str, float | None] = {
         "loss": loss,
@@ -130,7 +126,7 @@ def measure_loss(m: Measuring) -> Iterator[Row]:
             "trained": stage.metrics["tuned"],
             "seconds": stage.seconds,
             "examples": len(data.samples("train")),
-            "updates": torch.load(stage.checkpoint, mmap=True, weights_only=True)["global_step"],
+            "updates": stage.updates,
         }
     for metric, value in values.items():
         yield Row(metric=metric, value=value, row=row, set=m.settings["set"])

@@ -101,7 +101,7 @@ def test_second_call_trains_nothing(name, finished, monkeypatch):
         raise AssertionError("a finished stage was trained, or its texts were written, again")
 
     monkeypatch.setattr("recipes.work.run_stage", fail)
-    monkeypatch.setattr(e2e, "generate", fail)
+    monkeypatch.setattr("recipes.methods.generate", fail)
     again = importlib.import_module(f"recipes.vera.{name}").main(command)
     file = again.out / "results.csv"
     pd.testing.assert_frame_equal(
