@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
-from datamodules.loading import data_folder, draw
-from datamodules.prompted import PromptedData, group
+from datamodules.loading import data_folder
+from datamodules.prompted import PromptedData
 from datamodules.tables import column_error, open_lines
 from datamodules.tokens import encode
 
@@ -46,7 +46,7 @@ class E2EData(PromptedData):
             valid.txt and test.txt, in `root` or in its folder lora_format.
         max_length: see `TokenizedData`.
         batch_size: see `TokenizedData`.
-        **kwargs: see `TokenizedData`; but `eval_limit` counts MRs, which keep all their references.
+        **kwargs: see `PromptedData`.
     """
 
     # LoRA's pipeline (arXiv 2106.09685, Appendix D), which VeRA (arXiv 2310.11454) follows
@@ -90,12 +90,6 @@ class E2EData(PromptedData):
             nested = folder / "lora_format"
             return read_lora(nested / name if nested.is_dir() else folder / name)
         return read_e2e(folder / name)
-
-    def select(self, part: str, examples: list[Row]) -> list[Row]:
-        if part == "train" or self.eval_limit is None:
-            return super().select(part, examples)
-        kept = set(draw(list(group(examples)), self.eval_limit, self.seed))
-        return [row for row in examples if row.mr in kept]
 
     template = "{input}"  # a meaning representation, such as "name[Eagle], food[French]"
 
