@@ -2,7 +2,8 @@
 
 Prepared as in LoRA's pipeline, which VeRA follows: a causal language model reads the meaning
 representation (MR), a begin token, a space, the text and an end token, and is trained on the tokens
-after the begin token.
+after the begin token. Of the two formats, that pipeline trains and scores on "lora": other names of
+slots, and texts in tokens, as `price : more than £ 30`.
 """
 
 import csv

@@ -66,8 +66,8 @@ class PromptedData(TokenizedData):
     only fill up the last batches of several ranks.
 
     A subclass returns a part's (prompt, text) pairs in `load`, and tokenises prompts in
-    `encode_prompts`. Arguments: see `TokenizedData`; but `eval_limit` counts different prompts, each of
-    which keeps all its references.
+    `encode_prompts`. Arguments: see `TokenizedData`; but `eval_limit` counts different prompts,
+    each of which keeps all its references.
     """
 
     # Subclasses implement this.

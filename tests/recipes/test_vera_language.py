@@ -233,6 +233,12 @@ def test_the_papers_settings(name, preset, expected):
     assert lora.model.init_args.lr == (2e-4 if name == "e2e" else 4e-4)
     if name == "e2e":
         assert (h.label_smoothing, data.max_length, h.schedule) == (0.1, 512, "linear")
+        tuned = lora.model.init_args
+        assert (tuned.rank, tuned.method_args) == (4, {"alpha": 32, "dropout": 0.1})
+        for stage in stages.values():  # the data and the model of LoRA's repository
+            arguments = stage.model.init_args.model_args
+            assert arguments == dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0)
+            assert stage.data.init_args.format == "lora"
     else:
         assert (vera.trainer.accumulate_grad_batches, h.quantize, h.schedule) == (
             4,
@@ -240,6 +246,11 @@ def test_the_papers_settings(name, preset, expected):
             "cosine",
         )
         assert run.grid("instruct_grid")["answers"]["count"] == 80
+
+
+def test_the_small_preset_of_e2e_has_the_official_data_and_its_own_model():
+    small = cli.parse(RECIPES / "vera" / "e2e.yaml", "small")
+    assert (small.data.init_args.format, small.model.init_args.model_args) == ("official", None)
 
 
 # What `paper` needs of a quantised model, tried with one that only says it is.
