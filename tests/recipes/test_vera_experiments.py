@@ -13,7 +13,7 @@ import transformers
 from PIL import Image
 
 from lightning_modules.tuning import trainable, tune
-from lightning_modules.vera import add_vera
+from lightning_modules.vera import add_vera, scores
 from recipes.cli import grid, presets
 from recipes.experiment import Stage
 from recipes.machine import OthersAtWork
@@ -127,16 +127,44 @@ def test_trials_are_judged_on_images_that_are_not_scored():
     }  # fmt: skip
 
 
+FEW = ("--data.limit", "32", "--rows", "vera_r4,lora_r1", "--trainer.max_epochs", "1")
+
+
 @pytest.mark.parametrize("alone", [True, False])
 def test_times_are_left_out_where_other_programs_ran(alone, tmp_path, monkeypatch):
     monkeypatch.setattr(OthersAtWork, "absent", lambda self: alone)
-    flags = ("--data.limit", "32", "--rows", "vera_r4,lora_r1", "--trainer.max_epochs", "1")
-    _, table, text = run("ablations", tmp_path, *flags)
+    _, table, text = run("ablations", tmp_path, *FEW)
     assert set(values_of(table, "seconds per update", "SST-2")) == (
         {"vera_r4", "lora_r1"} if alone else set()
     )
     assert ("at equal time" in text) == alone
     assert "| majority class |" in text and "**Variants**" not in text
+
+
+def test_times_are_of_the_computation_that_trained(tmp_path, monkeypatch):
+    """In the stage's precision, by which VeRA's cheaper way is chosen, and its attention."""
+    computed = set()
+
+    def loss_of(logits, targets):
+        computed.add((logits.dtype, torch.backends.cuda.flash_sdp_enabled()))
+        return scores.loss_of(logits, targets)
+
+    monkeypatch.setattr(ablations, "loss_of", loss_of)
+    run("ablations", tmp_path, *FEW, "--trainer.precision", "bf16-mixed")
+    assert computed == {(torch.bfloat16, False)}
+
+
+def test_rows_are_timed_from_records_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(OthersAtWork, "absent", lambda self: True)
+    first, _, _ = run("ablations", tmp_path / "first", *FEW, "--only", "SST-2_*")
+
+    def fail(*args, **kwargs):
+        raise AssertionError("a stage was trained again")
+
+    monkeypatch.setattr("recipes.work.run_stage", fail)
+    records = ("--records", str(first.out / "records.zip"))
+    _, table, _ = run("ablations", tmp_path / "second", *FEW, *records)
+    assert set(values_of(table, "seconds per update", "SST-2")) == {"vera_r4", "lora_r1"}
 
 
 def test_ablations(tmp_path, monkeypatch):
