@@ -16,6 +16,7 @@ from datamodules.instructions import (
     follow_up,
     read_questions,
     write_instructions,
+    write_questions,
 )
 from lightning_modules import backbones
 from lightning_modules.generation_metrics import score
@@ -172,6 +173,36 @@ def test_the_second_turn_follows_the_first(monkeypatch, tmp_path):
         for i, (before, question) in enumerate(zip(first, questions, strict=True))
     ]
     assert asked == [first, second]
+
+
+def test_the_questions_are_looked_for_among_the_data_or_where_the_flag_says(tmp_path, monkeypatch):
+    def declared(*flags):
+        run = command_line(instruct.EXPERIMENT, ["--preset", "paper", *flags])
+        instruct.declare(run)
+        return run
+
+    monkeypatch.setenv("RECIPES_DATA", str(tmp_path / "all"))
+    roots = {tmp_path / "all": (), tmp_path / "alpaca": ("--data.root", str(tmp_path / "alpaca"))}
+    for root, flags in roots.items():
+        root.mkdir()
+        file = root / "mt_bench" / "question.jsonl"
+        [reason] = declared(*flags).missing()
+        assert reason.startswith(f"{file} is not there") and "--questions FILE" in reason
+        file.parent.mkdir()
+        write_questions(file.parent)
+        run = declared(*flags)
+        assert not run.missing()
+        [vera] = [node for node in run.nodes.values() if node.name == "Alpaca_vera.answers"]
+        assert instruct.question_file(vera.settings) == file
+    monkeypatch.chdir(tmp_path)
+    own = write_questions(tmp_path / "own")
+    run = declared("--questions", "own/question.jsonl")
+    assert not run.missing()
+    [vera] = [node for node in run.nodes.values() if node.name == "Alpaca_vera.answers"]
+    assert instruct.question_file(vera.settings) == own
+    assert "own.jsonl is not there" in declared("--questions", "own.jsonl").missing()[0]
+    monkeypatch.delenv("RECIPES_DATA")
+    assert "set --data.root, or RECIPES_DATA" in declared().missing()[0]
 
 
 def test_trials_see_no_response_that_is_scored(tmp_path):
