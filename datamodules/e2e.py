@@ -2,7 +2,8 @@
 
 Prepared as in LoRA's pipeline, which VeRA follows: a causal language model reads the meaning
 representation (MR), a begin token, a space, the text and an end token, and is trained on the tokens
-after the begin token.
+after the begin token. Of the two formats, that pipeline trains and scores on "lora": other names of
+slots, and texts in tokens, as `price : more than £ 30`.
 """
 
 import csv
@@ -13,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
-from datamodules.loading import data_folder, draw, require_choice
-from datamodules.prompted import PromptedData, group
+from datamodules.loading import data_folder, require_choice
+from datamodules.prompted import PromptedData
 from datamodules.tables import csv_cells, named_cells, open_lines
 from datamodules.tokens import encode
 
@@ -46,7 +47,7 @@ class E2EData(PromptedData):
             valid.txt and test.txt, in `root` or in its folder lora_format.
         max_length: see `TokenizedData`.
         batch_size: see `TokenizedData`.
-        **kwargs: see `TokenizedData`; but `eval_limit` counts MRs, which keep all their references.
+        **kwargs: see `PromptedData`.
     """
 
     # LoRA's pipeline (arXiv 2106.09685, Appendix D), which VeRA (arXiv 2310.11454) follows
@@ -80,12 +81,6 @@ class E2EData(PromptedData):
             nested = folder / "lora_format"
             return read_lora(nested / name if nested.is_dir() else folder / name)
         return read_e2e(folder / name)
-
-    def select(self, part: str, examples: list[Row]) -> list[Row]:
-        if part == "train" or self.eval_limit is None:
-            return super().select(part, examples)
-        kept = set(draw(list(group(examples)), self.eval_limit, self.seed))
-        return [row for row in examples if row.mr in kept]
 
     template = "{input}"  # a meaning representation, such as "name[Eagle], food[French]"
 

@@ -62,7 +62,7 @@ class InstructionData(PromptedData):
             seed; 0 trains on all of them and has no validation part.
         max_length: see `TokenizedData`.
         batch_size: see `TokenizedData`.
-        **kwargs: see `TokenizedData`.
+        **kwargs: see `PromptedData`.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
-from datamodules.loading import IGNORED
+from datamodules.loading import IGNORED, draw
 from datamodules.text import TokenizedData
 from datamodules.tokens import encode, filling, pad, tokenizer_state
 
@@ -66,7 +66,8 @@ class PromptedData(TokenizedData):
     only fill up the last batches of several ranks.
 
     A subclass returns a part's (prompt, text) pairs in `load`, and tokenises prompts in
-    `encode_prompts`. Arguments: see `TokenizedData`.
+    `encode_prompts`. Arguments: see `TokenizedData`; but `eval_limit` counts different prompts,
+    each of which keeps all its references.
     """
 
     # Subclasses implement this.
@@ -98,6 +99,12 @@ class PromptedData(TokenizedData):
             "max_length": self.prompt_length,
             "decoding": self.decoding,
         }
+
+    def select(self, part: str, examples: list) -> list:
+        if part == "train" or self.eval_limit is None:
+            return super().select(part, examples)
+        kept = set(draw(list(group(examples)), self.eval_limit, self.seed))
+        return [example for example in examples if example[0] in kept]
 
     @property
     def prompt_length(self) -> int:

@@ -67,7 +67,7 @@ class TextToTextData(PromptedData):
         val_fraction: share of the training inputs, drawn by `seed`, that is held out for validation
             instead of the val file, which then serves as test only (NQ-Open has no test file); an
             input's answers stay together. 0 holds nothing out.
-        **kwargs: see `TokenizedData`.
+        **kwargs: see `PromptedData`.
     """
 
     def __init__(

@@ -84,7 +84,8 @@ def tune(
         rank: rank of peft's methods, width of the bottlenecks, or number of soft tokens.
         targets: layers of peft's methods, by the ends of their names.
         alpha: LoRA's scale is alpha / rank; None for alpha = rank.
-        **further: `vectors` and `vector_length` of VB-LoRA's bank; `seed` of RandLoRA's matrices,
+        **further: `dropout` of LoRA's and LoRA-FA's input, a probability; `vectors` and
+            `vector_length` of VB-LoRA's bank; `seed` of RandLoRA's matrices,
             APET's positions or a prompt's initial values; APET's `budget` and `operations`;
             `norms`, false to leave the layer norms out of "adapter_h" and "adapter_d"; `pooler`,
             false to leave a pooler's bias out of "bitfit".
@@ -138,6 +139,7 @@ def _add_peft(
     rank: int,
     targets: Sequence[str],
     alpha: float,
+    dropout: float = 0.0,
     seed: int = 0,
     vectors: int = 256,
     vector_length: int = 64,
@@ -151,7 +153,7 @@ def _add_peft(
     elif method == "vblora":
         config = peft.VBLoRAConfig(r=rank, num_vectors=vectors, vector_length=vector_length)
     else:
-        config = peft.LoraConfig(r=rank, lora_alpha=scale)
+        config = peft.LoraConfig(r=rank, lora_alpha=scale, lora_dropout=dropout)
     config.target_modules = set(targets)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft sets it for Conv1D

@@ -25,7 +25,7 @@ import pandas as pd
 
 from recipes import cli
 from recipes.flags import Flags
-from recipes.nodes import Later, Measure, Measurement, Measuring, Node, Stage
+from recipes.nodes import Later, Measure, Measurement, Measuring, Node, Stage, unfinished
 from recipes.records import Finished, at, best_of, scores_of
 
 __all__ = ["Experiment", "Measuring", "Run"]
@@ -86,6 +86,7 @@ class Run:
         function: Measure,
         stages: Mapping[str, Node] | None = None,
         settings: Mapping[str, Any] | None = None,
+        missing: str = "",
     ) -> Measurement:
         """Declare a measurement; see Measurement.
 
@@ -93,7 +94,9 @@ class Run:
         nothing.
         """
         return self._add(
-            Measurement(self, name, seed, function, dict(stages or {}), dict(settings or {}))
+            Measurement(
+                self, name, seed, function, dict(stages or {}), dict(settings or {}), missing
+            )
         )
 
     def _add(self, node: Any) -> Any:
@@ -237,6 +240,11 @@ class Run:
                 raise ValueError(f"--only {pattern} fits no part of the experiment: {names}")
             wanted.update(dict.fromkeys(part for node in fitting for part in _with_upstream(node)))
         return [node for node in self.nodes.values() if node in wanted]
+
+    def missing(self) -> list[str]:
+        """Why measurements that have to run cannot read their data, each reason once."""
+        to_do = (node for node in unfinished(self.chosen()) if isinstance(node, Measurement))
+        return list(dict.fromkeys(node.missing for node in to_do if node.missing))
 
     def check(self) -> None:
         """Parse every stage, so that a wrong flag is refused before anything trains.

@@ -206,6 +206,7 @@ def text(group: Group) -> list[str]:
 def summary(run: "Run", groups: Sequence[Group], start: float) -> list[str]:
     """Lines on the run: what it reads, what is missing, total time and disk space."""
     reads = [line for group in groups for line in group.reads]
+    reads += [f"missing: {reason}" for reason in run.missing()]
     stages = [stage for group in groups for stage in group.stages]
     left = [stage for group in groups for stage in group.left]
     unplanned = [stage for group in groups if group.plan is None for stage in group.left]

@@ -1,4 +1,4 @@
-"""Measurements of tuned classifiers: score, cost, and the majority-class baseline."""
+"""Measurements of tuned models: score, cost, decoded texts, and the majority-class baseline."""
 
 import math
 from collections.abc import Iterator
@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import torch
 
+from lightning_modules.decoding import generate
 from lightning_modules.vera.scores import classification_scores
 from recipes.experiment import Measuring
 from recipes.records import Finished, at, best, best_of
@@ -49,23 +50,48 @@ def costs(stage: Finished, data: Any) -> dict[str, float]:
         "tuned": stage.metrics["tuned"],
         "heads": stage.metrics["heads"],
         "seconds": stage.seconds,
-        "updates": torch.load(stage.checkpoint, mmap=True, weights_only=True)["global_step"],
+        "updates": stage.updates,
         "examples": len(data.samples("train")),
     }
 
 
 def scores_on_test(module: Any, data: Any) -> dict[str, float]:
     """The scores of a module on the test split, by name."""
-    trainer = L.Trainer(
-        accelerator="auto",
+    [scores] = silent_trainer().test(module, datamodule=data, verbose=False)
+    return {name.removeprefix("test/"): float(value) for name, value in scores.items()}
+
+
+def silent_trainer(**settings: Any) -> L.Trainer:
+    """A trainer on one device that writes no files and prints nothing.
+
+    Args:
+        **settings: Lightning's, such as the accelerator, which is else the quickest there is.
+    """
+    return L.Trainer(
         devices=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **settings,
     )
-    [scores] = trainer.test(module, datamodule=data, verbose=False)
-    return {name.removeprefix("test/"): float(value) for name, value in scores.items()}
+
+
+def decode_test_part(model: Any, data: Any, **decoding: Any) -> list[str]:
+    """A model's text for each of `data.prompts("test")`, in their order, each in one line.
+
+    Args:
+        model: see `lightning_modules.decoding.generate`.
+        data: a `datamodules.prompted.PromptedData`.
+        **decoding: further arguments of `generate`.
+    """
+    texts = [""] * len(data.prompts("test"))
+    for batch in data.prompt_dataloader("test"):
+        places = batch.pop("labels").tolist()
+        decoded = generate(model, batch, data.tokenizer, **decoding)
+        for place, text in zip(places, decoded, strict=True):
+            texts[place] = " ".join(text.split())
+    return texts
 
 
 def measure_majority(m: Measuring) -> Iterator[Row]:

@@ -208,6 +208,7 @@ class Measurement(Node):
         function: a top-level function, so that another process finds it by its name.
         nodes: the nodes that the function measures, by name.
         settings: settings of the function: plain values, or values of other nodes.
+        missing: why data that it reads cannot be read, and the cure; "" if they can.
     """
 
     run: "Run"
@@ -216,6 +217,7 @@ class Measurement(Node):
     function: Measure
     nodes: dict[str, Node]
     settings: dict[str, Any]
+    missing: str = ""
 
     def values(self) -> dict[str, Any]:
         """The nodes that it is given, and the settings."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import jsonargparse
 import pandas as pd
+import torch
 
 from recipes import cli, results
 from recipes.flags import key_of, passing
@@ -69,6 +70,11 @@ class Finished:
             for name, values in self.history.items()
             if name.startswith("train/share_")
         }
+
+    @cached_property
+    def updates(self) -> int:
+        """Of a stage: the number of optimizer steps before its last checkpoint."""
+        return torch.load(self.checkpoint, mmap=True, weights_only=True)["global_step"]
 
     @property
     def seconds(self) -> float | None:

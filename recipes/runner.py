@@ -63,6 +63,7 @@ def run_experiment(experiment: Experiment, argv: list[str] | None = None) -> Run
 
     Raises:
         ValueError: for a wrong argument, before anything trains.
+        FileNotFoundError: if a measurement's data are missing, before anything trains.
         ExperimentFailed: if a node failed, after all nodes that do not need it are finished.
     """
     run = command_line(experiment, argv)
@@ -74,6 +75,8 @@ def run_experiment(experiment: Experiment, argv: list[str] | None = None) -> Run
         list_nodes(run)
         experiment_plan.show(run)
         return run
+    if missing := run.missing():
+        raise FileNotFoundError("; ".join(missing))
     with locked(run):
         copy_files(run)
         executor = executor_of(run)

@@ -17,6 +17,7 @@ class MethodArgs(TypedDict, total=False):
         shared: one A and B for all layers; false for one pair per layer (Table 7, "unique").
         train: VeRA's trained vectors: "b" and "d", or one of them (Table 6).
         alpha: LoRA's scale is alpha / rank; alpha = rank when left out.
+        dropout: probability with which LoRA drops each entry of its input.
         vectors: number of vectors in VB-LoRA's bank.
         vector_length: length of those vectors.
         budget: number of parameters that APET trains.
@@ -31,6 +32,7 @@ class MethodArgs(TypedDict, total=False):
     shared: bool
     train: list[str]
     alpha: float
+    dropout: float
     vectors: int
     vector_length: int
     budget: int
@@ -41,8 +43,8 @@ class MethodArgs(TypedDict, total=False):
 
 ARGUMENTS = {
     "vera": ("d_init", "seed", "init", "shared", "train"),
-    "lora": ("alpha",),
-    "lora_fa": ("alpha",),
+    "lora": ("alpha", "dropout"),
+    "lora_fa": ("alpha", "dropout"),
     "randlora": ("alpha", "seed"),
     "vblora": ("vectors", "vector_length"),
     "adapter_h": ("norms",),

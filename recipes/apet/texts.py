@@ -4,9 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from torchmetrics.functional.text import rouge_score, squad
 
-from lightning_modules.decoding import generate
 from recipes.experiment import Measuring
-from recipes.methods import costs
+from recipes.methods import costs, decode_test_part
 from recipes.nodes import device
 from recipes.records import best_of
 from recipes.results import Row
@@ -20,12 +19,7 @@ def measure_texts(m: Measuring) -> Iterator[Row]:
     """
     stage = best_of(list(m.stages.values()), "val/loss", "min")
     data, module = stage.datamodule(), stage.module(device())
-    texts = [""] * len(data.prompts("test"))
-    for batch in data.prompt_dataloader("test"):
-        places = batch.pop("labels").tolist()
-        decoded = generate(module.model, batch, data.tokenizer, max_new_tokens=data.target_length)
-        for place, text in zip(places, decoded, strict=True):
-            texts[place] = " ".join(text.split())
+    texts = decode_test_part(module.model, data, max_new_tokens=data.target_length)
     (m.folder / "outputs.txt").write_text("\n".join(texts) + "\n", encoding="utf-8")
     value = text_score(m.settings["metric"], texts, data.references("test"))
     values = {"score": value, **costs(stage, data), "scored": len(texts)}

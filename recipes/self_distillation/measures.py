@@ -16,6 +16,7 @@ from lightning_modules.self_distillation import distance
 from lightning_modules.self_distillation.mae_checkpoint import to_timm
 from lightning_modules.weights import fingerprint, read_state_dict
 from recipes.experiment import Measuring
+from recipes.methods import silent_trainer
 from recipes.records import Finished, type_of
 from recipes.results import Row, write_atomically
 
@@ -102,14 +103,7 @@ def tested(
 ) -> dict[str, dict[str, float]]:
     """Loss, accuracy, F1 and the number of classes predicted, on each part."""
     module = type_of(tuned.settings.model).load_from_checkpoint(checkpoint, map_location="cpu")
-    trainer = L.Trainer(
-        accelerator=tuned.settings.trainer.accelerator,
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = silent_trainer(accelerator=tuned.settings.trainer.accelerator)
     scores = {}
     for part, loader in loaders.items():
         (values,) = trainer.test(module, loader, verbose=False)

@@ -13,21 +13,25 @@ of glue.yaml.
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pandas as pd
 import torch
 
+from lightning_modules.optim import build_optimizer
+from lightning_modules.tuning import trainable
 from lightning_modules.vera.scores import loss_of
+from recipes.attention import plain_attention
 from recipes.claims import Claim, Comparison
-from recipes.experiment import Experiment, Measuring, Run
+from recipes.experiment import Experiment, Measuring, Run, Stage
 from recipes.machine import OthersAtWork
 from recipes.messages import console
-from recipes.methods import measure_majority, measure_score
-from recipes.nodes import device
+from recipes.methods import measure_majority, measure_score, silent_trainer
+from recipes.nodes import Later
 from recipes.plots import curves
 from recipes.provenance import provenance
+from recipes.records import Finished, type_of
 from recipes.results import Row, select
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
@@ -95,7 +99,8 @@ def declare(run: Run) -> None:
                 nodes = {"stage": next(iter(stages.values()))}
                 run.measure(f"{task}_majority", seed, measure_majority, nodes, scoring)
             if grid["curves"] and seed == 0 and task in grid["ranks"]["tasks"]:
-                run.measure(f"{task}.speed", seed, measure_speed, stages, {"set": task})
+                settings = {"set": task, "rows": rows_to_time(stages)}
+                run.measure(f"{task}.speed", seed, measure_speed, settings=settings)
 
 
 def all_rows(grid: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -127,43 +132,83 @@ def rows_of(grid: Mapping[str, Any], task: str) -> list[str]:
 
 def measure_curve(m: Measuring) -> Iterator[Row]:
     """The score of every evaluation on the validation part, by the number of updates."""
-    scores = m.stages["stage"].history[f"val/{m.settings['metric']}"]
-    updates = torch.load(m.stages["stage"].checkpoint, mmap=True, weights_only=True)["global_step"]
+    stage = m.stages["stage"]
+    scores = stage.history[f"val/{m.settings['metric']}"]
     for place, score in enumerate(scores, start=1):
-        x = updates * place / len(scores)
+        x = stage.updates * place / len(scores)
         row, name = m.settings["row"], m.settings["set"]
         yield Row(metric="score by updates", value=score, row=row, set=name, x=x)
+
+
+def rows_to_time(stages: Mapping[str, Stage]) -> Later:
+    """The trainings by row, as a setting of `measure_speed`.
+
+    A setting reads no checkpoint, unlike the nodes of a measurement: so a machine that has only the
+    records of another can time the rows without training them again.
+    """
+    return Later(
+        tuple(stages.values()),
+        lambda trainings: dict(zip(stages, trainings, strict=True)),
+        "the settings of each row",
+        {},
+    )
 
 
 def measure_speed(m: Measuring) -> Iterator[Row]:
     """Seconds of a training step (forward, backward, update) of every row, timed in turn.
 
-    The median over rounds, without the first; one process, so that rows share the conditions. No
-    rows if other programs used the machine meanwhile.
+    The median over rounds, without the first; one process and the same batch, so that rows share
+    the conditions. No rows if other programs used the machine meanwhile.
+
+    Settings: `set` in the table; `rows`, their finished trainings, of which the settings are used.
     """
-    where, others = device(), OthersAtWork()
-    stage = next(iter(m.stages.values()))
-    batch = next(iter(stage.datamodule().train_dataloader()))
-    batch = {name: value.to(where) for name, value in batch.items()}
-    steps = {}
-    for row, finished in m.stages.items():
-        module = finished.module(where)
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        steps[row] = (module.train(), torch.optim.AdamW(parameters, lr=0.0, fused=True))
+    others = OthersAtWork()
+    trainings: dict[str, Finished] = m.settings["rows"]
+    data = next(iter(trainings.values())).datamodule()
+    batch = next(iter(data.train_dataloader()))
+    steps = {row: step_of(training, data, batch) for row, training in trainings.items()}
     seconds: dict[str, list[float]] = {row: [] for row in steps}
     for _ in range(ROUNDS):
-        for row, (module, optimizer) in steps.items():
+        for row, step in steps.items():
             start = time.perf_counter()
             for _ in range(STEPS):
-                optimizer.zero_grad()
-                loss_of(*module.outputs(batch)).backward()
-                optimizer.step()
-            if where.type == "cuda":
+                step()
+            if torch.cuda.is_available():
                 torch.cuda.synchronize()
             seconds[row].append((time.perf_counter() - start) / STEPS)
     for row, values in seconds.items() if others.absent() else ():
         value = statistics.median(values[1:])
         yield Row(metric="seconds per update", value=value, row=row, set=m.settings["set"])
+
+
+def step_of(training: Finished, data: Any, batch: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+    """A training step on a batch, computed as in a stage's training but with learning rate 0.
+
+    The device, the precision and the way of attention are the stage's: VeRA's cheaper way
+    (lightning_modules/vera/layer.py) depends on the precision. The weights are the initial ones,
+    since the time does not depend on them.
+    """
+    settings = training.settings
+    precision, accelerator = settings.trainer.precision, settings.trainer.accelerator
+    trainer = silent_trainer(accelerator=accelerator, precision=precision)
+    where, plugin = trainer.strategy.root_device, trainer.precision_plugin
+    torch.set_float32_matmul_precision("high")  # as for every training (recipes/cli.py)
+    arguments = {**settings.model.init_args.as_dict(), "num_classes": data.num_classes}
+    module: Any = type_of(settings.model)(**arguments)
+    module.configure_model()
+    module = plugin.convert_module(module.to(where)).train()
+    parameters = list(trainable(module.model).values())
+    optimizer = build_optimizer("adamw", [{"params": parameters}], lr=0.0)
+    batch = {name: value.to(where) for name, value in batch.items()}
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with plain_attention(trainer, data), plugin.forward_context():
+            loss = loss_of(*module.outputs(batch))
+        loss.backward()
+        optimizer.step()
+
+    return step
 
 
 def report(table: pd.DataFrame, run: Run) -> list[str]:

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 
-from lightning_modules.decoding import generate
 from lightning_modules.generation_metrics import meteor_is_missing, score
 from lightning_modules.vera import merge, strip
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
+from recipes.methods import decode_test_part
 from recipes.nodes import device
 from recipes.provenance import provenance
 from recipes.records import instance_of
@@ -98,12 +97,7 @@ def measure_texts(m: Measuring) -> Iterator[Row]:
         strip(module.model)
     elif hasattr(module.model, "vera"):
         merge(module.model)
-    texts = [""] * len(data.prompts("test"))
-    for batch in data.prompt_dataloader("test"):
-        places = batch.pop("labels").tolist()
-        decoded = generate(module.model, batch, data.tokenizer, **data.decoding)
-        for place, text in zip(places, decoded, strict=True):
-            texts[place] = " ".join(text.split())
+    texts = decode_test_part(module.model, data, **data.decoding)
     references = data.references("test")
     write_texts(m.folder, texts, references)
     values: dict[str, float | None] = {
@@ -116,7 +110,7 @@ def measure_texts(m: Measuring) -> Iterator[Row]:
             "trained": stage.metrics["tuned"] + stage.metrics["heads"],
             "seconds": stage.seconds,
             "examples": len(data.samples("train")),
-            "updates": torch.load(stage.checkpoint, mmap=True, weights_only=True)["global_step"],
+            "updates": stage.updates,
         }
     for metric, value in values.items():
         yield Row(metric=metric, value=value, row=row, set=name)

@@ -3,8 +3,10 @@
 Both start from the same model and train for one epoch on the loss of the responses. The report has
 the loss on held-out examples before and after, and the number of parameters that the paper's models
 train. The paper has an LLM judge score answers to MT-Bench's 80 questions of two turns. Here the
-answers are written in FastChat's format (the grid names its question.jsonl), but not judged, since
-the judge is a paid service.
+answers are written in FastChat's format, but not judged, since the judge is a paid service. The
+questions are FastChat's llm_judge/data/mt_bench/question.jsonl, which is looked for as
+mt_bench/question.jsonl below --data.root, or without it below $RECIPES_DATA; --questions FILE names
+another place.
 
     python -m recipes.vera.instruct                              generated tasks, seconds on a CPU
     make weights && python -m recipes.vera.instruct --preset small --seeds 3
@@ -15,11 +17,11 @@ the judge is a paid service.
 
 import json
 import math
+from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pandas as pd
 import torch
 from torch import nn
@@ -40,6 +42,7 @@ from lightning_modules.vera import strip
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
+from recipes.methods import silent_trainer
 from recipes.nodes import device
 from recipes.provenance import provenance
 from recipes.results import Row
@@ -55,15 +58,26 @@ TABLE_4 = {  # MT-Bench: LoRA, VeRA
     "Llama 2 13B": (5.77, 5.93),
 }
 TRAINING = "training.jsonl"
+GENERATED = "generated"  # in place of a file of questions
 LLAMA = {"7B": (4096, 11008, 32), "13B": (5120, 13824, 40)}  # width, hidden neurons, layers
+
+
+def options(parser: ArgumentParser) -> None:
+    """Add this experiment's own command-line flag."""
+    text = "MT-Bench's question.jsonl; default: what the grid says"
+    parser.add_argument("--questions", metavar="FILE", help=text)
 
 
 def declare(run: Run) -> None:
     """Declare every method's training and held-out loss, and for the first seed its answers."""
     grid = run.grid("instruct_grid")
     grid["common"] = start_of(run, "instruct", grid)
+    arguments = run.parsed("instruct").data.init_args
+    asked = {"root": arguments["root"], **grid["answers"]}
+    if run.options.questions:
+        asked["questions"] = str(Path(run.options.questions).resolve())
+    missing = missing_questions(asked)
     if "tuning" in grid:
-        arguments = run.parsed("instruct").data.init_args
         settings = {key: arguments[key] for key in ("source", "root", "file", "val_fraction")}
         training = run.measure("training part", 0, write_training_part, settings=settings)
         grid["tuning"]["varied"] = {
@@ -79,8 +93,8 @@ def declare(run: Run) -> None:
                 settings = {"row": name, "set": "Alpaca"}
                 run.measure(f"Alpaca_{name}.loss", seed, measure_loss, nodes, settings)
                 if seed == 0:
-                    settings = {"row": name, **grid["answers"]}
-                    run.measure(f"Alpaca_{name}.answers", 0, measure_answers, nodes, settings)
+                    part, settings = f"Alpaca_{name}.answers", {"row": name, **asked}
+                    run.measure(part, 0, measure_answers, nodes, settings, missing)
 
 
 def write_training_part(m: Measuring) -> Iterator[Row]:
@@ -114,11 +128,7 @@ def measure_loss(m: Measuring) -> Iterator[Row]:
     """Mean loss per token of the held-out responses, in nats, and the cost of training."""
     stage, row = m.stages["stage"], m.settings["row"]
     data = stage.datamodule()
-    trainer = L.Trainer(
-        accelerator="auto", devices=1, logger=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    [scores] = trainer.validate(loaded(m), datamodule=data, verbose=False)
+    [scores] = silent_trainer().validate(loaded(m), datamodule=data, verbose=False)
     loss = scores["val/loss"]
     values: dict[str, float | None] = {
         "loss": loss,
@@ -130,7 +140,7 @@ def measure_loss(m: Measuring) -> Iterator[Row]:
             "trained": stage.metrics["tuned"],
             "seconds": stage.seconds,
             "examples": len(data.samples("train")),
-            "updates": torch.load(stage.checkpoint, mmap=True, weights_only=True)["global_step"],
+            "updates": stage.updates,
         }
     for metric, value in values.items():
         yield Row(metric=metric, value=value, row=row, set=m.settings["set"])
@@ -140,13 +150,12 @@ def measure_answers(m: Measuring) -> Iterator[Row]:
     """Answer both turns of every question by greedy decoding.
 
     Writes judging/question.jsonl and judging/model_answer/<row>.jsonl, the files of FastChat's
-    `llm_judge`. Settings: `questions`, the path of question.jsonl, or "generated"; `count`, the
-    largest number of questions to answer; `max_new_tokens` of an answer.
+    `llm_judge`. Settings: `questions` and `root`, see `question_file`, or "generated" `questions`;
+    `count`, the largest number of questions to answer; `max_new_tokens` of an answer.
     """
     data, row = m.datamodule("stage"), m.settings["row"]
-    path = m.settings["questions"]
-    if path == "generated":
-        path = write_questions(m.folder)
+    generated = m.settings["questions"] == GENERATED
+    path = write_questions(m.folder) if generated else question_file(m.settings)
     questions = read_questions(path)[: m.settings["count"]]
     model = loaded(m).model
     conversations = [fill_template(question.turns[0]) for question in questions]
@@ -167,6 +176,38 @@ def measure_answers(m: Measuring) -> Iterator[Row]:
     yield Row(metric="questions", value=len(questions), row=row)
     yield Row(metric="answers", value=len(lengths), row=row)
     yield Row(metric="words per answer", value=sum(lengths) / max(len(lengths), 1), row=row)
+
+
+def question_file(settings: Mapping[str, Any]) -> Path:
+    """MT-Bench's question.jsonl.
+
+    Args:
+        settings: `questions`, its path, absolute or below `root`; without a root below
+            $RECIPES_DATA.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        ValueError: the path is not absolute, and there is neither a root nor $RECIPES_DATA.
+    """
+    path = Path(settings["questions"])
+    if not path.is_absolute():
+        path = data_folder(settings["root"], "") / path
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is not there, expected MT-Bench's questions: put FastChat's "
+            "llm_judge/data/mt_bench/question.jsonl there, or name it with --questions FILE"
+        )
+    return path
+
+
+def missing_questions(settings: Mapping[str, Any]) -> str:
+    """Why the questions cannot be read; "" if they can, or are going to be generated."""
+    try:
+        if settings["questions"] != GENERATED:
+            read_questions(question_file(settings))
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
 
 
 def answer(model: Any, data: Any, prompts: Sequence[str], max_new_tokens: int) -> list[str]:
@@ -282,6 +323,7 @@ EXPERIMENT = Experiment(
     __doc__ or "",
     declare,
     report,
+    options,
     measured_on={"small": "SmolLM2-135M-Instruct (from 4 bits), instructions of Alpaca"},
 )
 

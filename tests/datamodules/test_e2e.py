@@ -7,7 +7,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from datamodules import E2EData
-from datamodules.e2e import Row, group, read_e2e, read_lora, slots, write_e2e
+from datamodules.e2e import Row, read_e2e, read_lora, slots, write_e2e
+from datamodules.prompted import group
 
 MR = "name[Café Ö], priceRange[£20-25]"
 

@@ -72,6 +72,18 @@ def test_a_decoder_reads_both_and_learns_the_target(tmp_path):
     assert data.tokenizer.decode(prompts["input_ids"][0]) == "<s>Input: who wrote it Output:"
 
 
+def test_a_question_that_is_drawn_keeps_all_its_answers(tmp_path):
+    lines = [{"question": q, "answer": [f"{q}{n}" for n in range(3)]} for q in "abcdefghij"]
+    for name in ("train.jsonl", "dev.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = TextToTextData(form="nq_open", root=str(tmp_path), limit=5, eval_limit=5)
+    for part in ("val", "test"):
+        prompts = data.prompts(part)
+        assert len(prompts) == 5 and prompts == sorted(prompts)
+        assert data.references(part) == [[f"{q}{n}" for n in range(3)] for q in prompts]
+    assert len(data.examples("train")) == 5  # pairs to train on
+
+
 def test_an_encoder_decoder_reads_one_and_writes_the_other(tmp_path):
     data = made(tmp_path, "nq_open", encoder_decoder=True, eval_batch_size=2)
     batch = next(iter(data.val_dataloader()))

@@ -164,6 +164,19 @@ def test_rms_norms_train_and_every_stack_has_adapters_in_its_upper_half(build, n
     assert adapted == {(stack, layer) for stack in stacks for layer in "23"}
 
 
+@pytest.mark.parametrize("method", ["lora", "lora_fa"])
+def test_lora_drops_entries_of_its_input_while_it_trains(method):
+    model, inputs = bert()
+    tune(model, method, rank=2, targets=TARGETS["bert"], dropout=0.5)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # it starts at zero, which hides the dropout
+            torch.nn.init.ones_(parameter)
+    model.train()
+    assert not torch.equal(logits(model, inputs), logits(model, inputs))
+    model.eval()
+    assert torch.equal(logits(model, inputs), logits(model, inputs))
+
+
 def test_vblora_mixes_its_factors_of_one_bank():
     """2 (rank) · 16/8 (pieces) · 2 (factors) · 6 (logits) a layer, and the bank once."""
     model, inputs = bert()

@@ -147,6 +147,16 @@ def test_missing_data_are_said_once_and_nothing_is_measured(tmp_path, measured, 
     assert said.count("missing: ") == 1 and "could not be measured" in " ".join(said.split())
 
 
+def test_missing_data_of_a_measurement_that_has_to_run_are_listed(tmp_path, measured, capsys):
+    run = planned(tmp_path, "--only", "trial1,made")
+    [made] = [node for node in run.nodes.values() if node.name == "made"]
+    made.missing = "questions.jsonl is not there: fetch it"
+    show(run, start=0.0)
+    assert "missing: questions.jsonl is not there: fetch it" in capsys.readouterr().out
+    write_record(made.folder, {"fingerprint": made.fingerprint, "finished": True, "seconds": 1.0})
+    assert not run.missing()
+
+
 def test_a_stage_that_fails_does_not_take_the_others_along(tmp_path, monkeypatch, capsys):
     def fails(*_):
         raise RuntimeError("out of memory")

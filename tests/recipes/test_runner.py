@@ -165,6 +165,18 @@ def test_a_failed_stage_stops_what_needs_it_and_nothing_else(go, monkeypatch):
     )
 
 
+def test_missing_data_of_a_measurement_are_refused_before_anything_trains(go, trainings):
+    def declare(run):
+        a = run.stage("a", "matvit")
+        run.measure("look", 0, look, {"a": a}, missing="x.jsonl is not there: fetch it")
+
+    with pytest.raises(FileNotFoundError, match="x.jsonl is not there: fetch it"):
+        go(declare=declare)
+    assert not trainings.calls
+    go("--only", "a", declare=declare)  # nothing that needs it
+    assert trainings.names == ["a"]
+
+
 def test_changed_settings_begin_anew_and_the_old_folder_is_kept(go, trainings, capsys):
     go()
     for lr in ("0.5", "0.75"):

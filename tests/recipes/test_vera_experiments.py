@@ -13,7 +13,7 @@ import transformers
 from PIL import Image
 
 from lightning_modules.tuning import trainable, tune
-from lightning_modules.vera import add_vera
+from lightning_modules.vera import add_vera, scores
 from recipes.cli import grid, presets
 from recipes.experiment import Stage
 from recipes.machine import OthersAtWork
@@ -127,16 +127,44 @@ def test_trials_are_judged_on_images_that_are_not_scored():
     }  # fmt: skip
 
 
+FEW = ("--data.limit", "32", "--rows", "vera_r4,lora_r1", "--trainer.max_epochs", "1")
+
+
 @pytest.mark.parametrize("alone", [True, False])
 def test_times_are_left_out_where_other_programs_ran(alone, tmp_path, monkeypatch):
     monkeypatch.setattr(OthersAtWork, "absent", lambda self: alone)
-    flags = ("--data.limit", "32", "--rows", "vera_r4,lora_r1", "--trainer.max_epochs", "1")
-    _, table, text = run("ablations", tmp_path, *flags)
+    _, table, text = run("ablations", tmp_path, *FEW)
     assert set(values_of(table, "seconds per update", "SST-2")) == (
         {"vera_r4", "lora_r1"} if alone else set()
     )
     assert ("at equal time" in text) == alone
     assert "| majority class |" in text and "**Variants**" not in text
+
+
+def test_times_are_of_the_computation_that_trained(tmp_path, monkeypatch):
+    """In the stage's precision, by which VeRA's cheaper way is chosen, and its attention."""
+    computed = set()
+
+    def loss_of(logits, targets):
+        computed.add((logits.dtype, torch.backends.cuda.flash_sdp_enabled()))
+        return scores.loss_of(logits, targets)
+
+    monkeypatch.setattr(ablations, "loss_of", loss_of)
+    run("ablations", tmp_path, *FEW, "--trainer.precision", "bf16-mixed")
+    assert computed == {(torch.bfloat16, False)}
+
+
+def test_rows_are_timed_from_records_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(OthersAtWork, "absent", lambda self: True)
+    first, _, _ = run("ablations", tmp_path / "first", *FEW, "--only", "SST-2_*")
+
+    def fail(*args, **kwargs):
+        raise AssertionError("a stage was trained again")
+
+    monkeypatch.setattr("recipes.work.run_stage", fail)
+    records = ("--records", str(first.out / "records.zip"))
+    _, table, _ = run("ablations", tmp_path / "second", *FEW, *records)
+    assert set(values_of(table, "seconds per update", "SST-2")) == {"vera_r4", "lora_r1"}
 
 
 def test_ablations(tmp_path, monkeypatch):
@@ -211,17 +239,24 @@ TABLE_8 = {
         "QNLI": (20, 1e-2, 2e-4), "RTE": (40, 2e-2, 2e-3), "STS-B": (20, 2e-2, 2e-3),
     },
 }  # fmt: skip
-# LoRA's (Hu et al., 2022, Table 9): batch, epochs, learning rate.
+# LoRA's (Hu et al., 2022, Table 9): batch, longest text, epochs, learning rate.
 LORA_TABLE_9 = {
     "paper": {
-        "SST-2": (16, 60, 5e-4), "MRPC": (16, 30, 4e-4), "CoLA": (32, 80, 4e-4),
-        "QNLI": (32, 25, 4e-4), "RTE": (32, 80, 5e-4), "STS-B": (16, 40, 4e-4),
+        "SST-2": (16, 512, 60, 5e-4), "MRPC": (16, 512, 30, 4e-4), "CoLA": (32, 512, 80, 4e-4),
+        "QNLI": (32, 512, 25, 4e-4), "RTE": (32, 512, 80, 5e-4), "STS-B": (16, 512, 40, 4e-4),
     },
     "large": {
-        "SST-2": (4, 10, 4e-4), "MRPC": (4, 20, 3e-4), "CoLA": (4, 20, 2e-4),
-        "QNLI": (4, 10, 2e-4), "RTE": (8, 20, 4e-4), "STS-B": (8, 30, 2e-4),
+        "SST-2": (4, 128, 10, 4e-4), "MRPC": (4, 512, 20, 3e-4), "CoLA": (4, 128, 20, 2e-4),
+        "QNLI": (4, 512, 10, 2e-4), "RTE": (8, 512, 20, 4e-4), "STS-B": (8, 512, 30, 2e-4),
     },
 }  # fmt: skip
+
+
+def budget_of(settings):
+    """A parsed stage's entries of LORA_TABLE_9."""
+    data = settings.data.init_args
+    lr = settings.model.init_args.lr
+    return data.batch_size, data.max_length, settings.trainer.max_epochs, lr
 
 
 @pytest.mark.parametrize(
@@ -247,8 +282,7 @@ def test_glue_has_the_papers_settings(preset, model, rank, batch, length, alpha)
         assert head.data.init_args.batch_size == batch
         lora = stages[f"{task}_lora"].parsed()
         h = lora.model.init_args
-        budget = (lora.data.init_args.batch_size, lora.trainer.max_epochs, h.lr)
-        assert budget == LORA_TABLE_9[preset][task] and h.head_lr == h.lr
+        assert budget_of(lora) == LORA_TABLE_9[preset][task] and h.head_lr == h.lr
         assert (h.rank, h.method_args) == (8, {"alpha": alpha})
 
 
@@ -286,12 +320,14 @@ def test_ablations_have_the_papers_settings():
         for rank in expected:
             h = stages[f"RTE_{method}_r{rank}"].parsed().model.init_args
             assert (h.method, h.rank, h.architecture) == (method, rank, "FacebookAI/roberta-large")
-    lora, vera = (stages[f"RTE_{row}"].parsed() for row in ("lora_r8", "vera_r256"))
+    vera = stages["RTE_vera_r256"].parsed()
     assert (vera.model.init_args.lr, vera.model.init_args.head_lr) == (2e-2, 2e-3)
     assert (vera.trainer.max_epochs, vera.data.init_args.batch_size) == (40, 128)
-    assert lora.model.init_args.method_args == {"alpha": 16}
-    budget = (lora.data.init_args.batch_size, lora.trainer.max_epochs, lora.model.init_args.lr)
-    assert budget == LORA_TABLE_9["large"]["RTE"]
+    assert vera.data.init_args.max_length == 128
+    for rank in ranks["lora"]:
+        lora = stages[f"RTE_lora_r{rank}"].parsed()
+        assert lora.model.init_args.method_args == {"alpha": 16}
+        assert budget_of(lora) == LORA_TABLE_9["large"]["RTE"]
     for row, arguments in {
         "only_d": {"train": ["d"]}, "only_b": {"train": ["b"]}, "unique": {"shared": False},
         "kaiming_normal": {"init": "kaiming_normal"}, "uniform": {"init": "uniform"},

@@ -17,6 +17,7 @@ from datamodules.instructions import (
     read_instructions,
     read_questions,
     write_instructions,
+    write_questions,
 )
 from lightning_modules import backbones
 from lightning_modules.generation_metrics import score
@@ -102,7 +103,7 @@ def test_second_call_trains_nothing(name, finished, monkeypatch):
         raise AssertionError("a finished stage was trained, or its texts were written, again")
 
     monkeypatch.setattr("recipes.work.run_stage", fail)
-    monkeypatch.setattr(e2e, "generate", fail)
+    monkeypatch.setattr("recipes.methods.generate", fail)
     again = importlib.import_module(f"recipes.vera.{name}").main(command)
     file = again.out / "results.csv"
     pd.testing.assert_frame_equal(
@@ -175,6 +176,36 @@ def test_the_second_turn_follows_the_first(monkeypatch, tmp_path):
     assert asked == [first, second]
 
 
+def test_the_questions_are_looked_for_among_the_data_or_where_the_flag_says(tmp_path, monkeypatch):
+    def declared(*flags):
+        run = command_line(instruct.EXPERIMENT, ["--preset", "paper", *flags])
+        instruct.declare(run)
+        return run
+
+    monkeypatch.setenv("RECIPES_DATA", str(tmp_path / "all"))
+    roots = {tmp_path / "all": (), tmp_path / "alpaca": ("--data.root", str(tmp_path / "alpaca"))}
+    for root, flags in roots.items():
+        root.mkdir()
+        file = root / "mt_bench" / "question.jsonl"
+        [reason] = declared(*flags).missing()
+        assert reason.startswith(f"{file} is not there") and "--questions FILE" in reason
+        file.parent.mkdir()
+        write_questions(file.parent)
+        run = declared(*flags)
+        assert not run.missing()
+        [vera] = [node for node in run.nodes.values() if node.name == "Alpaca_vera.answers"]
+        assert instruct.question_file(vera.settings) == file
+    monkeypatch.chdir(tmp_path)
+    own = write_questions(tmp_path / "own")
+    run = declared("--questions", "own/question.jsonl")
+    assert not run.missing()
+    [vera] = [node for node in run.nodes.values() if node.name == "Alpaca_vera.answers"]
+    assert instruct.question_file(vera.settings) == own
+    assert "own.jsonl is not there" in declared("--questions", "own.jsonl").missing()[0]
+    monkeypatch.delenv("RECIPES_DATA")
+    assert "set --data.root, or RECIPES_DATA" in declared().missing()[0]
+
+
 def test_trials_see_no_response_that_is_scored(tmp_path):
     file = write_instructions(tmp_path)
     data = ["--data.root", str(tmp_path), "--data.file", file.name]
@@ -245,6 +276,12 @@ def test_the_papers_settings(name, preset, expected):
     assert lora.model.init_args.lr == (2e-4 if name == "e2e" else 4e-4)
     if name == "e2e":
         assert (h.label_smoothing, data.max_length, h.schedule) == (0.1, 512, "linear")
+        tuned = lora.model.init_args
+        assert (tuned.rank, tuned.method_args) == (4, {"alpha": 32, "dropout": 0.1})
+        for stage in stages.values():  # the data and the model of LoRA's repository
+            arguments = stage.model.init_args.model_args
+            assert arguments == dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0)
+            assert stage.data.init_args.format == "lora"
     else:
         assert (vera.trainer.accumulate_grad_batches, h.quantize, h.schedule) == (
             4,
@@ -252,6 +289,11 @@ def test_the_papers_settings(name, preset, expected):
             "cosine",
         )
         assert run.grid("instruct_grid")["answers"]["count"] == 80
+
+
+def test_the_small_preset_of_e2e_has_the_official_data_and_its_own_model():
+    small = cli.parse(RECIPES / "vera" / "e2e.yaml", "small")
+    assert (small.data.init_args.format, small.model.init_args.model_args) == ("official", None)
 
 
 # What `paper` needs of a quantised model, tried with one that only says it is.
