@@ -40,6 +40,7 @@ from recipes.messages import refused, shortened
 
 PAPER = "paper"  # the preset without overrides: the top of the file
 SUMMARY = "One training stage from one YAML file, such as recipes/matformer/matvit.yaml."
+SYNOPSIS = "-c FILE [--preset NAME] [--SETTING VALUE ...]"
 USAGE = (
     "-c FILE names the stage's YAML, --preset NAME one of the presets in it, and any setting of it "
     "can be given too: --model.lr 1e-3 --data.root DIR --trainer.devices 8. --model.help and "
@@ -110,7 +111,15 @@ class RecipeCLI(LightningCLI):
             save_config_callback=SaveConfig,
             save_config_kwargs={"save_to_log_dir": False},
             parser_class=Parser,
-            parser_kwargs={"prog": "python -m recipes", "description": f"{SUMMARY} {USAGE}"},
+            parser_kwargs={
+                "prog": "python -m recipes",
+                "description": f"{SUMMARY} {USAGE}",
+                # jsonargparse's own usage would list each setting, and not --preset (see expanded)
+                **{
+                    verb: {"description": USAGE, "usage": f"python -m recipes {verb} {SYNOPSIS}"}
+                    for verb in self.subcommands()
+                },
+            },
             args=args,
         )
 
