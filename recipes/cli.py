@@ -131,8 +131,22 @@ class RecipeCLI(LightningCLI):
         parser.link_arguments("seed_everything", "seeding.seed", compute_fn=int)
         parser.link_arguments("seed_everything", "data.init_args.seed", compute_fn=int)
         parser.link_arguments(
-            "data.num_classes", "model.init_args.num_classes", apply_on="instantiate"
+            "data",
+            "model.init_args.num_classes",
+            compute_fn=self.count_classes,
+            apply_on="instantiate",
         )
+
+    def count_classes(self, data: Any) -> int | None:
+        """The data's number of classes, or the model's own setting if the data have no classes.
+
+        The data are asked only for a model that has the setting: images without labels, which are
+        enough for self-distillation, refuse to say it.
+        """
+        model = self.config.get(self.subcommand, self.config).model.init_args
+        if "num_classes" not in model:
+            return None
+        return getattr(data, "num_classes", model.num_classes)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse, and turn jsonargparse's error into one sentence."""
