@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_warn
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from datamodules.images import ImageData, Item, Splits
@@ -52,7 +51,8 @@ def list_images(folder: Path, names: list[str], complete: bool = True) -> list[I
     if complete and (empty := set(range(len(names))) - {label for _, label in items}):
         raise FileNotFoundError(
             f"{folder / names[min(empty)]} has no images (known are {', '.join(IMG_EXTENSIONS)}): "
-            "add some or remove the folder."
+            "add some, remove the folder, or set --data.root to the folder above the classes "
+            "(without it, that is RECIPES_DATA)."
         )
     return items
 
@@ -104,6 +104,20 @@ class ImageFolderData(ImageData):
         super().__init__(val_fraction=val_fraction, **kwargs)
         self.labelled, self.train, self.val, self.test = labelled, train, val, test
 
+    @property
+    def num_classes(self) -> int:
+        """The number of classes, which a classifier needs.
+
+        Raises:
+            ValueError: there is one class only, which would be every answer.
+        """
+        if len(self.class_names) == 1:
+            raise ValueError(
+                f"{self.folder} has one class only, {self.class_names[0]!r}, expected two or more "
+                "for a classifier: give each class a folder, and leave data.labelled true."
+            )
+        return len(self.class_names)
+
     def load(self) -> Splits:
         if not self.labelled:
             return Splits(["image"], all_images(self.folder))
@@ -118,11 +132,6 @@ class ImageFolderData(ImageData):
                 "there, or name their folder in --data.train."
             )
         names = class_folders(train if train.is_dir() else self.folder)
-        if len(names) == 1:
-            rank_zero_warn(
-                f"{self.folder} has one class only, {names[0]!r}, which will be every answer: give "
-                "each class a folder, or set --data.labelled false where there are no classes."
-            )
         if not train.is_dir():
             return Splits(names, list_images(self.folder, names))
         return Splits(

@@ -38,8 +38,10 @@ def open_lines(path: str | Path) -> list[str]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is empty or not UTF-8.
+        ValueError: it is a folder, or the file is empty or not UTF-8.
     """
+    if Path(path).is_dir():
+        raise ValueError(f"{path} is a folder, expected a text file: name one.")
     if not Path(path).is_file():
         raise FileNotFoundError(
             f"{path} is not there, expected a text file: correct its name, or put it there."

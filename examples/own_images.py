@@ -35,4 +35,4 @@ def main(root: str, epochs: int = 10, size: int = 64, folder: str = "run") -> No
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main(sys.argv[1]) if len(sys.argv) == 2 else sys.exit(f"usage: {__doc__.splitlines()[2]}")

@@ -36,4 +36,4 @@ def main(csv: str, base: str, epochs: int = 5, folder: str = "run") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[1:]) if len(sys.argv) == 3 else sys.exit(f"usage: {__doc__.splitlines()[2]}")

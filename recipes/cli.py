@@ -40,6 +40,7 @@ from recipes.messages import refused, shortened
 
 PAPER = "paper"  # the preset without overrides: the top of the file
 SUMMARY = "One training stage from one YAML file, such as recipes/matformer/matvit.yaml."
+SYNOPSIS = "-c FILE [--preset NAME] [--SETTING VALUE ...]"
 USAGE = (
     "-c FILE names the stage's YAML, --preset NAME one of the presets in it, and any setting of it "
     "can be given too: --model.lr 1e-3 --data.root DIR --trainer.devices 8. --model.help and "
@@ -110,7 +111,15 @@ class RecipeCLI(LightningCLI):
             save_config_callback=SaveConfig,
             save_config_kwargs={"save_to_log_dir": False},
             parser_class=Parser,
-            parser_kwargs={"prog": "python -m recipes", "description": f"{SUMMARY} {USAGE}"},
+            parser_kwargs={
+                "prog": "python -m recipes",
+                "description": f"{SUMMARY} {USAGE}",
+                # jsonargparse's own usage would list each setting, and not --preset (see expanded)
+                **{
+                    verb: {"description": USAGE, "usage": f"python -m recipes {verb} {SYNOPSIS}"}
+                    for verb in self.subcommands()
+                },
+            },
             args=args,
         )
 
@@ -122,8 +131,22 @@ class RecipeCLI(LightningCLI):
         parser.link_arguments("seed_everything", "seeding.seed", compute_fn=int)
         parser.link_arguments("seed_everything", "data.init_args.seed", compute_fn=int)
         parser.link_arguments(
-            "data.num_classes", "model.init_args.num_classes", apply_on="instantiate"
+            "data",
+            "model.init_args.num_classes",
+            compute_fn=self.count_classes,
+            apply_on="instantiate",
         )
+
+    def count_classes(self, data: Any) -> int | None:
+        """The data's number of classes, or the model's own setting if the data have no classes.
+
+        The data are asked only for a model that has the setting: images without labels, which are
+        enough for self-distillation, refuse to say it.
+        """
+        model = self.config.get(self.subcommand, self.config).model.init_args
+        if "num_classes" not in model:
+            return None
+        return getattr(data, "num_classes", model.num_classes)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse, and turn jsonargparse's error into one sentence."""

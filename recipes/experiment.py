@@ -292,6 +292,15 @@ class Experiment:
         """Where its YAML files are."""
         return Path(self.file).parent
 
+    @property
+    def stage_file(self) -> Path | None:
+        """The main YAML file; if that is a grid, images_grid.yaml, the first other images_*.yaml.
+
+        None for a grid of measurements alone, which has no such stage.
+        """
+        files = sorted(self.folder.glob(f"{self.config.removesuffix('grid')}*.yaml"))
+        return next((file for file in files if not file.stem.endswith("_grid")), None)
+
 
 def folder_name(name: str) -> str:
     """The folder under runs/ of an experiment."""

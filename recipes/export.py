@@ -179,6 +179,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     out = Path(options.out)
     if options.to in FILES and out.suffix != f".{options.to}":
         raise ValueError(f"{out}: expected a name that ends in .{options.to}")
+    if options.to not in FILES and out.suffix[1:] in FILES:
+        raise ValueError(f"{out}: add --to {out.suffix[1:]} for such a file, or name a folder")
     if options.to not in FILES and any(folder_for(out).glob("*")) and not is_export(out):
         raise ValueError(f"{out} holds other files: expected a new folder, or one exported before")
     predictor = Predictor(options.checkpoint, device="cpu")

@@ -146,7 +146,7 @@ def load(source: str) -> tuple[Any, Any]:
     Raises:
         FileNotFoundError: there is no such file or folder.
         ValueError: the checkpoint is of another module than MatLM, or does not name its module; or
-            the folder has a load.py that `recipes export` has not written.
+            the folder lacks weights, or has a load.py that `recipes export` has not written.
     """
     if (loader := Path(source, "load.py")).is_file():  # of an exported Mix'n'Match size
         if loader.read_text() != LOADER.format(library="transformers", build=BUILD["transformers"]):
@@ -156,7 +156,13 @@ def load(source: str) -> tuple[Any, Any]:
             )
         return runpy.run_path(str(loader))["load"](source), load_tokenizer(source)
     if Path(source).is_dir():
-        return build_text(source, "causal", {}, pretrained=True).eval(), load_tokenizer(source)
+        model: Any = build_text(source, "causal", {}, pretrained=True)
+        if model.at_random:
+            raise ValueError(
+                f"{source} lacks weights of a language model, which would be random: "
+                f"{', '.join(sorted(model.at_random))}"
+            )
+        return model.eval(), load_tokenizer(source)
     description, module = described(source)
     if module is not MatLM:
         raise ValueError(f"{source} is a checkpoint of {module.__name__}, expected one of MatLM")

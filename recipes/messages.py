@@ -82,8 +82,11 @@ def refused(message: str) -> str | None:
     """The error that a class raised about its arguments, extracted from jsonargparse's message.
 
     For a type such as "LightningDataModule or None" jsonargparse lists the errors of all members
-    and all settings. None if the message is no such list.
+    and all settings; before that of a link's function it writes the function's arguments. None if
+    the message is neither.
     """
+    if linked := re.match(r"Call to compute_fn of link .*?\) failed: (.*)", message, flags=re.S):
+        return linked[1]
     match = re.match(r"Does not validate against any.*?\n *- (.*?)\n *- ", message, flags=re.S)
     return match[1] if match else None
 

@@ -99,15 +99,20 @@ def command_line(experiment: Experiment, argv: list[str] | None = None) -> Run:
     """Parse a command line into a run."""
     main_file = experiment.folder / f"{experiment.config}.yaml"
     known = cli.presets(main_file)
+    settings_help = ""
+    if stage_file := experiment.stage_file:
+        settings_help = (
+            "Any further flag is a setting of every stage (--data.root DIR, --model.lr 1e-3, "
+            "--trainer.accelerator gpu, --trainer.devices 8 --trainer.strategy ddp), or of the "
+            f"stages of one file: --{stage_file.stem}.model.lr 1e-3. `python -m recipes fit -c "
+            f"{os.path.relpath(stage_file)} --model.help` lists them."
+        )
     parser = argparse.ArgumentParser(
         prog=f"python -m recipes.{experiment.name}",
         description=experiment.description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        epilog="Any further flag is a setting of every stage (--data.root DIR, --model.lr 1e-3, "
-        "--trainer.accelerator gpu, --trainer.devices 8 --trainer.strategy ddp), or of the stages "
-        f"of one file: --{experiment.config}.model.lr 1e-3. `python -m recipes fit -c "
-        f"{os.path.relpath(main_file)} --model.help` lists them.",
+        epilog=settings_help,
     )
     add = parser.add_argument
     add("--preset", default="tiny", metavar="NAME", help=f"{', '.join(known)}; default tiny")

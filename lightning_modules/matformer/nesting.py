@@ -148,14 +148,14 @@ class Nesting:
         return [next(chosen[layer.axis]) for layer in self.layers]
 
     def _indices(self, granularity: Any, layers: int) -> list[int]:
-        names = self.names
+        names, given = self.names, granularity
         if isinstance(granularity, str):
-            granularity = self._parsed(granularity)
+            granularity = self._parsed(granularity, layers)
         chosen = [granularity] * layers if isinstance(granularity, int) else list(granularity)
         if len(chosen) != layers:
             raise ValueError(
-                f"granularity {chosen} has {len(chosen)} entries: this model has {layers} nested "
-                "layers, give one index for each"
+                f"granularity {given!r} has {len(chosen)} entries: this model has {layers} nested "
+                f"layers, give one for each, such as {self._example(layers)}"
             )
         for index in chosen:
             if not 0 <= index < len(names):
@@ -165,7 +165,11 @@ class Nesting:
                 )
         return chosen
 
-    def _parsed(self, text: str) -> int | list[int]:
+    def _example(self, layers: int) -> str:
+        """A label of so many layers."""
+        return self._runs([0] * (layers - layers // 2) + [len(self.names) - 1] * (layers // 2))
+
+    def _parsed(self, text: str, layers: int) -> int | list[int]:
         """The index for all layers that a name means, or the list that a label or text means."""
         names, numbers = self.names, text.split(",")
         if text in names:
@@ -177,7 +181,7 @@ class Nesting:
             return [int(number) for number in numbers]
         raise ValueError(
             f"unknown granularity {text!r}: this model has {', '.join(names)}, and mixes of them "
-            f"by layer such as {names[0]}*6+{names[-1]}*6"
+            f"by layer such as {self._example(layers)}"
         )
 
     def label(self, granularity: Granularity) -> str:

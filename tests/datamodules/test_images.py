@@ -188,7 +188,7 @@ def test_unlabelled_images_lie_anywhere(tmp_path):
         Image.new("RGB", (8, 8)).save(tmp_path / name)
     data = folder_data(tmp_path, labelled=False, val_fraction=0.34)
     data.setup()
-    assert len(data.train_set) == 2 and len(data.val_set) == 1 and data.num_classes == 1
+    assert len(data.train_set) == 2 and len(data.val_set) == 1 and data.class_names == ["image"]
     (tmp_path / "void").mkdir()
     with pytest.raises(FileNotFoundError, match=r"void has no images .* in no folder below it"):
         folder_data(tmp_path / "void", labelled=False).setup()

@@ -30,7 +30,7 @@ def run(example, *arguments):
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert len((ROOT / "examples" / f"{example}.py").read_text().splitlines()) < 42
+    assert len((ROOT / "examples" / f"{example}.py").read_text().splitlines()) < 40
     return done.stdout
 
 
@@ -68,6 +68,17 @@ def test_own_text(tmp_path):
     assert len(answers) == 2
     assert all(line.split(": ")[1].split(" ")[0] in ("good", "poor") for line in answers)
     assert json.loads((folder / "adapter" / "manifest.json").read_text())["rank"] == 256
+
+
+@pytest.mark.parametrize("example", ["own_images", "own_text"])
+def test_without_arguments_the_usage_is_printed(example):
+    command, environment = [sys.executable, f"examples/{example}.py"], {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(f"usage: python examples/{example}.py ")
+    assert "Traceback" not in done.stderr
 
 
 def test_digits_are_those_of_the_demo(tmp_path, monkeypatch):

@@ -9,7 +9,6 @@ import torch
 from PIL import Image
 from transformers import BertConfig, BertTokenizerFast
 
-from datamodules.image_folders import ImageFolderData
 from datamodules.tables import read_table
 from lightning_modules.optim import with_schedule
 from recipes import cli
@@ -167,11 +166,6 @@ def one_class(tmp_path):
     for place in range(4):
         Image.new("RGB", (8, 8)).save(tmp_path / "cats" / f"{place}.png")
     return tmp_path
-
-
-def test_a_single_class_is_said(one_class):
-    with pytest.warns(UserWarning, match="has one class only, 'cats'"):
-        ImageFolderData(root=str(one_class), val_fraction=0.5).setup()
 
 
 def test_plan_lists_all_unreadable_images(one_class):

@@ -43,6 +43,7 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bad")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        pictures("single/cats")
         pictures("good/a", "good/b", "other/train/a", "other/train/b", "other/val/z")
         written("broken/1.png", b"no picture")
         for empty in ("empty", "bare/a", "bare/b"):
@@ -74,6 +75,10 @@ def place(tmp_path_factory):
         (f"{IMAGES} --data.root note.txt", "note.txt is not a folder"),
         (f"{IMAGES} --data.root empty", "empty holds no class folders, expected empty/<class>/"),
         (f"{IMAGES} --data.root bare", "bare/a has no images (known are .jpg,"),
+        (f"{IMAGES} --data.root single{SMALL}", "single has one class only, 'cats', expected two"),
+        (f"{IMAGES} --data.root good{SMALL} --data.labelled false", "has one class only, 'image'"),
+        (f"{IMAGES} --preset tiny", "bare/a has no images (known are .jpg,"),
+        (f"{IMAGES} --preset tiny", "set --data.root to the folder above the classes (without it"),
         (f"{IMAGES} --data.root other", "other/val has the class 'z', which is none of the 2"),
         (f"{IMAGES} --data.val_fraction 2", "val_fraction is 2.0, expected a share between 0"),
         (f"{IMAGES} --data.root good{SMALL} --data.batch_size 0", "got batch_size=0"),
@@ -107,6 +112,8 @@ def place(tmp_path_factory):
         (f"predict --ckpt_path {RUN} good --max_params 10", "below the smallest submodel's"),
         (f"predict --ckpt_path {RUN} good --adapter nowhere", "no manifest.json in nowhere"),
         (f"export {RUN} good", "good holds other files: expected a new folder"),
+        (f"export {RUN} model.onnx", "model.onnx: add --to onnx for such a file, or name a folder"),
+        (f"export {RUN} model.pt2 --to timm", "model.pt2: add --to pt2 for such a file, or name"),
         (f"export {RUN} out --to peft", "--to peft: this checkpoint has no VeRA adapter"),
         (f"export {RUN} out --granularity S --max_params 12M", "give one of them"),
         (f"generate {RUN} --prompt hello", "is a checkpoint of MatViT, expected one of MatLM"),
@@ -119,6 +126,7 @@ def place(tmp_path_factory):
 def test_bad_input_gets_one_sentence(command, said, place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     monkeypatch.delenv("RECIPES_TRACEBACK", raising=False)
+    monkeypatch.setenv("RECIPES_DATA", "bare")
     monkeypatch.setattr(sys, "argv", ["recipes", *shlex.split(command)])
     with pytest.raises(SystemExit) as stop:
         runpy.run_module("recipes", run_name="__main__")
@@ -127,6 +135,18 @@ def test_bad_input_gets_one_sentence(command, said, place, monkeypatch, capsys):
     assert stop.value.code == 2
     assert reason.startswith("error: ") and said in reason
     assert hint == "(RECIPES_TRACEBACK=1 shows where)" and "Traceback (" not in shown
+
+
+@pytest.mark.parametrize("labelled", ["true", "false"])
+def test_self_distillation_adapts_to_pictures_of_one_class(labelled, place, monkeypatch):
+    monkeypatch.chdir(place)
+    adapt = f"fit -c {RECIPES}/self_distillation/images_adapt.yaml --preset tiny"
+    adapt += " --data datamodules.ImageFolderData --data.root single --data.val_fraction 0.5"
+    adapt += f" --data.classes null --data.labelled {labelled} --data.batch_size 2"
+    adapt += f" --trainer.max_steps 1 --checkpoint.dirpath adapted_{labelled} --trainer.logger false"
+    monkeypatch.setattr(sys, "argv", ["recipes", *shlex.split(adapt)])
+    dispatch()
+    assert Path(f"adapted_{labelled}/last.ckpt").is_file()
 
 
 def test_the_overview_names_every_verb(capsys, monkeypatch):

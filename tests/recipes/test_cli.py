@@ -216,6 +216,15 @@ def test_help_on_the_classes_that_the_file_names(asked, shown, capsys):
     assert shown in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("verb", ["fit", "validate"])
+def test_the_help_of_a_verb_lists_the_preset(verb, capsys):
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    usage, _, text = capsys.readouterr().out.partition("options:")[0].partition("\n\n")
+    assert usage == f"usage: python -m recipes {verb} -c FILE [--preset NAME] [--SETTING VALUE ...]"
+    assert "--preset NAME one of the presets" in text
+
+
 def test_print_config_prints_what_would_run(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["fit", *STAGE, "--preset", "tiny", "--model.init_args.lr=0.5", "--print_config"])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.cli import parse
 from recipes.experiment import Experiment
 from recipes.nodes import Stage
 from recipes.runner import command_line
@@ -64,3 +65,18 @@ def test_an_unknown_flag_is_refused_before_anything_trains(name):
         experiment.declare(run)
         run.check()
         raise AssertionError("accepted")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_help_names_a_stage_of_the_experiment(name, capsys):
+    experiment = experiment_of(name)
+    with pytest.raises(SystemExit):
+        command_line(experiment, ["--help"])
+    named = re.search(r"--(\w+)\.model\.lr 1e-3.* -c (\S+) --model.help", capsys.readouterr().out)
+    run = command_line(experiment, [])
+    experiment.declare(run)
+    stages = {node.config for node in run.nodes.values() if isinstance(node, Stage)}
+    if stages:
+        assert named and named[1] in stages and parse(named[2]).model.class_path
+    else:
+        assert named is None

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 from datamodules.tokens import train_tokenizer
 from lightning_modules.backbones import build_text
@@ -442,6 +442,16 @@ def test_predict_continues_a_long_prompt_where_it_ends(trained):
     assert written.label == alone.strip()
     with pytest.raises(ValueError, match="A prompt of 99 .* more than the 128 positions"):
         Predictor(file, max_new_tokens=40)([prompt])
+
+
+def test_a_folder_without_a_language_model_s_head_writes_no_text(tmp_path):
+    config = BertConfig(
+        vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=64,
+    )  # fmt: skip
+    BertModel(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"lacks weights of a language .*: cls\.predictions\.bias"):
+        generate.load(str(tmp_path))
 
 
 def test_another_file_is_no_checkpoint_of_matlm(tmp_path):

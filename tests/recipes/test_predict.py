@@ -238,6 +238,7 @@ class TestExport:
         images, texts = (str(one / "run" / "last.ckpt") for one in (pictures, reviews))
         for command, reason in (
             ([images, str(tmp_path / "a"), "--to", "peft"], "has no VeRA adapter"),
+            ([images, str(tmp_path / "a.onnx")], "a.onnx: add --to onnx for such a file"),
             ([texts, str(tmp_path / "a"), "--granularity", "S"], "no nested model"),
             ([texts, str(tmp_path / "a.onnx"), "--to", "onnx"], "writes image classifiers"),
         ):
@@ -297,6 +298,11 @@ class TestSentences:
             table = pd.read_csv(tmp_path / "predictions.csv")
             assert table["input"].tolist() == texts
             assert table["prediction"].tolist() == labels
+
+    def test_a_folder_is_no_text_file(self, reviews, tmp_path):
+        command = ["--ckpt_path", str(reviews / "run" / "last.ckpt"), str(tmp_path)]
+        with pytest.raises(ValueError, match=f"{tmp_path} is a folder, expected a text file"):
+            main(command)
 
     def test_another_column_is_named(self, reviews, tmp_path):
         (tmp_path / "new.csv").write_text("comment\nan awful film\n")
