@@ -143,7 +143,9 @@ def test_self_distillation_adapts_to_pictures_of_one_class(labelled, place, monk
     adapt = f"fit -c {RECIPES}/self_distillation/images_adapt.yaml --preset tiny"
     adapt += " --data datamodules.ImageFolderData --data.root single --data.val_fraction 0.5"
     adapt += f" --data.classes null --data.labelled {labelled} --data.batch_size 2"
-    adapt += f" --trainer.max_steps 1 --checkpoint.dirpath adapted_{labelled} --trainer.logger false"
+    adapt += (
+        f" --trainer.max_steps 1 --checkpoint.dirpath adapted_{labelled} --trainer.logger false"
+    )
     monkeypatch.setattr(sys, "argv", ["recipes", *shlex.split(adapt)])
     dispatch()
     assert Path(f"adapted_{labelled}/last.ckpt").is_file()
