@@ -362,9 +362,6 @@ def test_the_orders_are_judged_on_the_second_half(monkeypatch):
 
     from recipes.experiment import Measuring
 
-    class Stage:
-        checkpoint = "x"
-
     first, second = object(), object()
     data = type("Data", (), {"image_size": 8, "val_set": None, "eval_batch_size": 1})()
     import timm
@@ -372,11 +369,11 @@ def test_the_orders_are_judged_on_the_second_half(monkeypatch):
     vit = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 3, "num_heads": 2}
     model = nest(timm.create_model("vit_tiny_patch16_224", num_classes=3, **vit))
     monkeypatch.setattr(matvit_measures, "halves", lambda samples, batch_size: (first, second))
-    monkeypatch.setattr(matvit_measures, "load", lambda checkpoint: model)
+    monkeypatch.setattr(Measuring, "model", lambda self, name: model)
     monkeypatch.setattr(matvit_measures, "score", record)
     monkeypatch.setattr(Measuring, "datamodule", lambda self, name: data)
     with pytest.raises(Stop):
-        list(matvit_measures.measure_orders(Measuring(0, {}, {"model": Stage()}, None)))
+        list(matvit_measures.measure_orders(Measuring(0, {}, {}, None)))
     assert seen == [first, second, second]
 
 

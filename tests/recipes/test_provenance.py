@@ -14,7 +14,9 @@ from recipes.work import timed
 @pytest.fixture
 def run(tmp_path):
     nodes = {name: SimpleNamespace(folder=tmp_path / name) for name in ("a", "b", "not begun")}
-    return SimpleNamespace(command="python -m recipes.vera.glue --seeds 2", nodes=nodes)
+    return SimpleNamespace(
+        command="python -m recipes.vera.glue --seeds 2", nodes=nodes, measured_on=""
+    )
 
 
 def table(preset):
@@ -48,6 +50,16 @@ def test_the_commits_are_those_that_measured_not_the_one_that_reports(run, monke
 def test_runs_of_before_say_where_the_report_was_written(run):
     line = provenance.provenance(run, table("small"))
     assert line.endswith(f"commit {git_commit()}") and origin()["device"] in line
+
+
+def test_models_and_data_stand_above_the_command(run):
+    rows = [Row("MiniLM", "score", 1.0, "SST-2, MiniLM"), Row("MiniLM", "score", 1.0, "RTE")]
+    run.measured_on = "{models}, {sets}"
+    text = provenance.provenance(run, tidy(rows, "apet.scales", "small", seed=0))
+    assert text.startswith("Measured on MiniLM, SST-2, RTE.\n\n`python -m recipes.vera.glue")
+    run.command += " --encoder.model.architecture other"
+    text = provenance.provenance(run, tidy(rows, "apet.scales", "small", seed=0))
+    assert text.startswith("Measured on MiniLM, SST-2, RTE (but see the flags of the command).")
 
 
 def test_a_smoke_test_says_so(run):
