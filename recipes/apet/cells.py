@@ -47,6 +47,7 @@ VARIED = (
 )
 GRID = "apet_grid"
 ONE_SIDED = 1.6449  # standard errors: 95 % on one side
+MEASURED_ON = {"small": "{models}, {sets}"}  # of the experiments, see `Experiment`
 
 
 def sampling_error(share: float, examples: int) -> float:

@@ -27,6 +27,7 @@ import pandas as pd
 
 from recipes.apet.cells import (
     GRID,
+    MEASURED_ON,
     PAIRS,
     Cell,
     at_random,
@@ -258,15 +259,9 @@ def claims(small: str, large: str, preset: str) -> list[Claim]:
 
 CLAIMS = [claim for pair, preset in PAIRS.items() for claim in claims(*pair, preset)]
 EXPERIMENT = Experiment(
-    "apet.counts",
-    __file__,
-    "encoder",
-    __doc__ or "",
-    declare,
-    report,
-    options,
-    measured_on={"small": "{models}, {sets}"},
-)
+    "apet.counts", __file__, "encoder", __doc__ or "", declare, report, options,
+    measured_on=MEASURED_ON,
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> Run:

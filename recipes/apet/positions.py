@@ -30,6 +30,7 @@ from lightning_modules.tuning import trainable, tune
 from lightning_modules.vera.targets import query_and_value
 from recipes.apet.cells import (
     GRID,
+    MEASURED_ON,
     METHODS,
     PAIRS,
     PET,
@@ -211,15 +212,9 @@ CLAIMS = [
     for (small, large), preset in PAIRS.items()
 ]
 EXPERIMENT = Experiment(
-    "apet.positions",
-    __file__,
-    "encoder",
-    __doc__ or "",
-    declare,
-    report,
-    options,
-    measured_on={"small": "{models}, {sets}"},
-)
+    "apet.positions", __file__, "encoder", __doc__ or "", declare, report, options,
+    measured_on=MEASURED_ON,
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> Run:

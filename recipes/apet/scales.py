@@ -17,6 +17,7 @@ import pandas as pd
 
 from recipes.apet.cells import (
     GRID,
+    MEASURED_ON,
     METHODS,
     PAIRS,
     PET,
@@ -175,19 +176,11 @@ FURTHER = {  # besides the encoders
     ("T5-small", "T5-XXL"): "paper",
 }
 CLAIMS = [falls(*pair, preset) for pair, preset in (PAIRS | FURTHER).items()]
+WIDTHS_ON = "BERTs of {models} pre-trained here on wikitext2, {sets}"
 EXPERIMENT = Experiment(
-    "apet.scales",
-    __file__,
-    "encoder",
-    __doc__ or "",
-    declare,
-    report,
-    options,
-    measured_on={
-        "small": "{models}, {sets}",
-        "small_widths": "BERTs of {models} pre-trained here on wikitext2, {sets}",
-    },
-)
+    "apet.scales", __file__, "encoder", __doc__ or "", declare, report, options,
+    measured_on={**MEASURED_ON, "small_widths": WIDTHS_ON},
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> Run:

@@ -312,14 +312,9 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
 
 
 EXPERIMENT = Experiment(
-    "matformer.elastic",
-    __file__,
-    "elastic",
-    __doc__ or "",
-    declare,
-    report,
+    "matformer.elastic", __file__, "elastic", __doc__ or "", declare, report,
     measured_on={"small": "SmolLM2-135M-Instruct (from 4 bits), wikitext2"},
-)
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> Run:

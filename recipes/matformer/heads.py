@@ -86,14 +86,9 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
 
 
 EXPERIMENT = Experiment(
-    "matformer.heads",
-    __file__,
-    "matvit",
-    __doc__ or "",
-    declare,
-    report,
-    measured_on=matvit.EXPERIMENT.measured_on,
-)
+    "matformer.heads", __file__, "matvit", __doc__ or "", declare, report,
+    measured_on=matvit.MEASURED_ON,
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> Run:

@@ -566,14 +566,9 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
 
 
 EXPERIMENT = Experiment(
-    "matformer.matlm",
-    __file__,
-    "matlm",
-    __doc__ or "",
-    declare,
-    report,
+    "matformer.matlm", __file__, "matlm", __doc__ or "", declare, report,
     measured_on={"small": "decoders below a million parameters, bytes of installed Python source"},
-)
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> Run:

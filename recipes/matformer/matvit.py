@@ -538,17 +538,11 @@ CLAIMS = [
         gate=[SIZE_MATTERS, learnt("S"), learnt("XL")],
     ),
 ]  # fmt: skip
+MEASURED_ON = {"small": "the first nine blocks of DINOv2's ViT-S/14, 50 classes of Tiny-ImageNet"}
 EXPERIMENT = Experiment(
-    "matformer.matvit",
-    __file__,
-    "matvit",
-    __doc__ or "",
-    declare,
-    report,
-    measured_on={
-        "small": "the first nine blocks of DINOv2's ViT-S/14, 50 classes of Tiny-ImageNet"
-    },
-)
+    "matformer.matvit", __file__, "matvit", __doc__ or "", declare, report,
+    measured_on=MEASURED_ON,
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> Run:

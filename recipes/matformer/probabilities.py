@@ -145,14 +145,9 @@ CLAIMS = [
     )
 ]
 EXPERIMENT = Experiment(
-    "matformer.probabilities",
-    __file__,
-    "matvit",
-    __doc__ or "",
-    declare,
-    report,
-    measured_on=matvit.EXPERIMENT.measured_on,
-)
+    "matformer.probabilities", __file__, "matvit", __doc__ or "", declare, report,
+    measured_on=matvit.MEASURED_ON,
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> Run:

@@ -236,14 +236,9 @@ CLAIMS = [
     ),
 ]  # fmt: skip
 EXPERIMENT = Experiment(
-    "matformer.retrieval",
-    __file__,
-    "matvit",
-    __doc__ or "",
-    declare,
-    report,
-    measured_on=matvit.EXPERIMENT.measured_on,
-)
+    "matformer.retrieval", __file__, "matvit", __doc__ or "", declare, report,
+    measured_on=matvit.MEASURED_ON,
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> Run:

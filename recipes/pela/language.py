@@ -301,15 +301,9 @@ def options(parser: ArgumentParser) -> None:
 
 
 EXPERIMENT = Experiment(
-    "pela.language",
-    __file__,
-    "language_grid",
-    __doc__ or "",
-    declare,
-    report,
-    options,
+    "pela.language", __file__, "language_grid", __doc__ or "", declare, report, options,
     measured_on={"small": "SmolLM2-135M-Instruct (from 4 bits), wikitext2"},
-)
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> Run:

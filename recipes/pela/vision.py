@@ -451,17 +451,12 @@ SCALE = (
     "to each other, not the numbers."
 )
 EXPERIMENT = Experiment(
-    "pela.vision",
-    __file__,
-    "deit_b",
-    __doc__ or "",
-    declare,
-    report,
+    "pela.vision", __file__, "deit_b", __doc__ or "", declare, report,
     measured_on={
         "small": "the first nine blocks of DINOv2's ViT-S/14 (deit_b.yaml has its settings), 50 "
-        "classes of Tiny-ImageNet"
+                 "classes of Tiny-ImageNet",
     },
-)
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> Run:

@@ -436,14 +436,9 @@ CLAIMS = [
 ]  # fmt: skip
 
 EXPERIMENT = Experiment(
-    "vera.ablations",
-    __file__,
-    "glue",
-    __doc__ or "",
-    declare,
-    report,
+    "vera.ablations", __file__, "glue", __doc__ or "", declare, report,
     measured_on={"small": "MiniLM (22.7M parameters), {sets}"},
-)
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> Run:

@@ -248,14 +248,9 @@ CLAIMS = [
 ]
 
 EXPERIMENT = Experiment(
-    "vera.analysis",
-    __file__,
-    "glue",
-    __doc__ or "",
-    declare,
-    report,
+    "vera.analysis", __file__, "glue", __doc__ or "", declare, report,
     measured_on={"small": "MiniLM (22.7M parameters), SST-2"},
-)
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> Run:

@@ -191,14 +191,9 @@ CLAIMS = [
 ]
 
 EXPERIMENT = Experiment(
-    "vera.e2e",
-    __file__,
-    "e2e",
-    __doc__ or "",
-    declare,
-    report,
+    "vera.e2e", __file__, "e2e", __doc__ or "", declare, report,
     measured_on={"small": "SmolLM2-135M-Instruct (from 4 bits), E2E"},
-)
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> Run:

@@ -202,14 +202,9 @@ CLAIMS = [
 ]
 
 EXPERIMENT = Experiment(
-    "vera.glue",
-    __file__,
-    "glue",
-    __doc__ or "",
-    declare,
-    report,
+    "vera.glue", __file__, "glue", __doc__ or "", declare, report,
     measured_on={"small": "MiniLM (22.7M parameters), {sets}"},
-)
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> Run:

@@ -134,14 +134,9 @@ CLAIMS = [
 ]
 
 EXPERIMENT = Experiment(
-    "vera.images",
-    __file__,
-    "images",
-    __doc__ or "",
-    declare,
-    report,
+    "vera.images", __file__, "images", __doc__ or "", declare, report,
     measured_on={"small": "the first nine blocks of DINOv2's ViT-S/14, {sets}"},
-)
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> Run:

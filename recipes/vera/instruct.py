@@ -317,15 +317,9 @@ CLAIMS = [
 ]
 
 EXPERIMENT = Experiment(
-    "vera.instruct",
-    __file__,
-    "instruct",
-    __doc__ or "",
-    declare,
-    report,
-    options,
+    "vera.instruct", __file__, "instruct", __doc__ or "", declare, report, options,
     measured_on={"small": "SmolLM2-135M-Instruct (from 4 bits), instructions of Alpaca"},
-)
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> Run:
