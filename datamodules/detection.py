@@ -23,7 +23,7 @@ from torchvision.transforms import v2
 
 from datamodules.images import read_image
 from datamodules.scenes import SHAPES, SceneData, Square, draw_shape
-from datamodules.tables import parse_json
+from datamodules.tables import read_json
 
 
 class Annotated(NamedTuple):
@@ -182,7 +182,7 @@ def read_coco(folder: Path, part: str) -> tuple[list[str], list[Annotated]]:
             f"{path} is missing, expected COCO's annotations: set --data.root to the folder above "
             "annotations/."
         )
-    content = parse_json(path.read_text(encoding="utf-8"), str(path))
+    content = read_json(path)
     if not isinstance(content, dict) or {"images", "annotations", "categories"} - content.keys():
         raise ValueError(
             f"{path} lacks images, annotations or categories: expected a file instances_*.json."

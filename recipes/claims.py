@@ -46,7 +46,7 @@ UNITS = {  # of metrics, as they are printed
     **dict.fromkeys(("gain", "deviation", "BLEU", "points per 1K"), "points"),
     **dict.fromkeys(("trained", "tuned"), "parameters"),
     **dict.fromkeys(("high", "low"), "powers of ten"),
-    "macs": "multiply-adds", "peak": "MB", "seconds": "ms", "uncollapsed": "of the draws",
+    "macs": "multiply-adds",
 }  # fmt: skip
 COMPUTE = "compute:"  # begins the reason of a claim whose rows were not run
 
@@ -66,7 +66,7 @@ class Comparison:
         exact: judged by the mean alone: counts, the same for every seed, or values of 1 and 0.
         scale: factor by which differences are multiplied when printed: 100 for points.
         digits: decimals of differences when printed.
-        unit: of differences when printed, where UNITS has none for the metric; "points" at scale
+        unit: of differences when printed; by default the metric's in UNITS, or "points" at scale
             100.
         says: of a gate, what it asks for, in words.
     """

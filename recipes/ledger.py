@@ -106,7 +106,7 @@ def verdicts_on(table: pd.DataFrame, experiment: str, preset: str, source: str) 
 def judge_all(root: Path = ROOT) -> list[Verdict]:
     """A verdict for each claim and each preset with a table under results/, except tiny."""
     tables = [
-        (part, _source(file.parent), _measured_on(file.parent))
+        (part, *_lines(file.with_name("report.md")))
         for file in sorted((root / "results").rglob("results.csv"))
         for _, part in read(file).groupby(["experiment", "preset"], sort=False)
     ]
@@ -136,20 +136,13 @@ def _not_run(experiment: str, preset: str) -> str:
     return f"data and compute: preset {preset} is of the paper's scale; {command} lists its needs"
 
 
-def _source(folder: Path) -> str:
-    """The line of provenance in the report beside a table."""
-    return _line(folder, r"(`.*` · \d+ seeds? · .*)")
-
-
-def _measured_on(folder: Path) -> str:
-    """The models and data that the report beside a table names."""
-    return _line(folder, rf"{MEASURED_ON}(.*)\.$")
-
-
-def _line(folder: Path, pattern: str) -> str:
-    report = folder / "report.md"
-    lines = report.read_text(encoding="utf-8").splitlines() if report.is_file() else []
-    return next((match[1] for line in lines if (match := re.match(pattern, line))), "")
+def _lines(report: Path) -> tuple[str, str]:
+    """A report's line of provenance, and the models and data it names; "" for what it lacks."""
+    text = report.read_text(encoding="utf-8") if report.is_file() else ""
+    patterns = r"^(`.*` · \d+ seeds? · .*)$", rf"^{MEASURED_ON}(.*)\.$"
+    found = [re.search(pattern, text, re.MULTILINE) for pattern in patterns]
+    source, measured_on = (match[1] if match else "" for match in found)
+    return source, measured_on
 
 
 def overview(verdicts: Sequence[Verdict]) -> str:
@@ -261,8 +254,9 @@ def _reports(root: Path) -> dict[Path, str]:
     for page in sorted((root / "results").rglob("report.md")):
         table = read(page.with_name("results.csv"))
         experiment, preset = table[["experiment", "preset"]].iloc[0]
+        source, _ = _lines(page)
         before = page.read_text(encoding="utf-8").partition(ON_THIS_RUN)[0].rstrip()
-        verdicts = verdicts_on(table, experiment, preset, _source(page.parent))
+        verdicts = verdicts_on(table, experiment, preset, source)
         texts[page] = "\n\n".join([before, *verdicts]) + "\n"
     return texts
 

@@ -21,7 +21,6 @@ recipes/albef/use.py applies the trained models to your own pictures.
 
 import functools
 import json
-from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -264,8 +263,10 @@ def _recall(name: str) -> str:
     return f"{'image' if way == 't2i' else 'text'} R@{k}"
 
 
-def _compare(a: str, b: str, threshold: float = 0.0, where: str = "retrieval") -> Comparison:
-    return Comparison("r_mean", a, b, threshold, {"set": where}, scale=100)
+def _compare(
+    a: str, b: str, threshold: float = 0.0, where: str = "retrieval", says: str = ""
+) -> Comparison:
+    return Comparison("r_mean", a, b, threshold, {"set": where}, scale=100, says=says)
 
 
 def _gates(ratio: str) -> tuple[Comparison, ...]:
@@ -275,11 +276,11 @@ def _gates(ratio: str) -> tuple[Comparison, ...]:
     without repair before fine-tuning.
     """
     return (
-        replace(_compare("dense", "frozen", 0.05),
-                says="the dense model is five points better than with frozen encoders"),
-        replace(_compare("dense", f"direct_k{ratio}", 0.05, ZERO_SHOT),
-                says=f"before fine-tuning, low rank at κ {ratio} without repair is five points "
-                "worse than the dense model"),
+        _compare("dense", "frozen", 0.05,
+                 says="the dense model is five points better than with frozen encoders"),
+        _compare("dense", f"direct_k{ratio}", 0.05, ZERO_SHOT,
+                 says=f"before fine-tuning, low rank at κ {ratio} without repair is five points "
+                 "worse than the dense model"),
     )  # fmt: skip
 
 

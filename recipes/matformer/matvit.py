@@ -420,6 +420,11 @@ def on_par(row: str, size: str) -> Comparison:
     return Comparison("accuracy", nested, alone, threshold=-0.005, scale=100, digits=1)
 
 
+def in_order(worse: str, better: str) -> Comparison:
+    """A row of `measure_orders` has a higher loss than another, on the mean of the sizes."""
+    return Comparison("loss", worse, better, where={"stage": "orders"}, mean_over="set", digits=4)
+
+
 SIZE_MATTERS = size_matters("independent")
 FOUR = {"set": list(GRANULARITIES)}
 CLAIMS = [
@@ -496,9 +501,7 @@ CLAIMS = [
         "only, with no more parameters.",
         where="Section 3.3",
         number="not given",
-        test=Comparison(
-            "loss", "ends", "least_slope", where={"stage": "orders"}, mean_over="set", digits=4
-        ),
+        test=in_order("ends", "least_slope"),
         gate=SIZE_MATTERS,
     ),
     Claim(
@@ -508,9 +511,7 @@ CLAIMS = [
         "depth.",
         where="Appendix D.1 (language models)",
         number="not given",
-        test=Comparison(
-            "loss", "decrease", "increase", where={"stage": "orders"}, mean_over="set", digits=4
-        ),
+        test=in_order("decrease", "increase"),
         gate=SIZE_MATTERS,
     ),
     Claim(
@@ -519,9 +520,7 @@ CLAIMS = [
         sentence="Mix'n'Match has a lower loss than evolutionary search within the same budget.",
         where="Appendix D.1, Table 5",
         number="2.926 against 2.932 (245M)",
-        test=Comparison(
-            "loss", "search", "increase", where={"stage": "orders"}, mean_over="set", digits=4
-        ),
+        test=in_order("search", "increase"),
         gate=SIZE_MATTERS,
     ),
     Claim(

@@ -83,7 +83,7 @@ def measure_similarity(m: Measuring) -> Iterator[Row]:
     models = {
         "dense": build(m).model,
         "direct": build(m, ratio=m.settings["ratio"]).model,
-        "both": m.stages["trained"].module(device()).model,
+        "both": m.model("trained"),
     }
     for row, model in models.items():
         values = similarity(model, data.val_dataloader())
@@ -151,7 +151,7 @@ def make_pruned(m: Measuring) -> Iterator[Row]:
 
 def make_low_rank_folder(m: Measuring) -> Iterator[Row]:
     """Write a repaired model as a folder whose load.py needs only timm."""
-    model = m.stages["trained"].module(device()).model
+    model = m.model("trained")
     save(model, m.folder / "low_rank", m.datamodule("trained").class_names)
     yield from ()
 
