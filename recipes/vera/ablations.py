@@ -35,9 +35,8 @@ from recipes.records import Finished, type_of
 from recipes.results import Row, select
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
-from recipes.vera.methods import METHOD, TITLES, train
+from recipes.vera.methods import ARGS, METHOD, TITLES, train
 
-ARGS = "model.method_args"
 VARIANTS: dict[str, dict[str, Any]] = {
     "only_d": {ARGS: {"train": ["d"]}},
     "only_b": {ARGS: {"train": ["b"]}},

@@ -18,6 +18,7 @@ from typing import Any
 
 import pandas as pd
 
+from lightning_modules.vera.method_args import ARGUMENTS
 from recipes.experiment import Run, Stage
 from recipes.results import by_seed, difference
 
@@ -39,6 +40,7 @@ TITLES = {
     "full": "full",
 }
 METHOD = "model.method"
+ARGS = "model.method_args"
 
 
 def settings_of(grid: Mapping[str, Any], row: str, name: str) -> dict[str, Any]:
@@ -73,7 +75,8 @@ def train(
         grid: of the experiment.
         row: one of the grid's rows.
         name: one of the grid's sets.
-        seed: of the training; trials have seed 0.
+        seed: of the training, and of the random matrices of VeRA and RandLoRA, so that intervals
+            over seeds cover their draw; trials have seed 0.
         varied: the settings that define a row or a set; no flag may change them.
         metric: logged on the trials' validation part; the best trial is chosen by it.
         mode: whether "max" or "min" of the metric is best.
@@ -98,6 +101,9 @@ def train(
             for value in values
         ]  # fmt: skip
         settings |= run.best(trials, metric, [key], mode)
+    if seed and "seed" in ARGUMENTS.get(fixed[METHOD], ()):  # without one they draw with seed 0
+        where = fixed if ARGS in fixed else settings
+        where[ARGS] = {"seed": seed, **(where.get(ARGS) or {})}
     return run.stage(f"{name}_{row}", config, seed, fixed, settings)
 
 

@@ -369,6 +369,20 @@ def test_variants_have_the_trials_of_their_method():
         assert sum(trial.startswith(f"{name}_lr") for trial in trials) == 3, name
 
 
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_random_matrices_are_drawn_by_the_seed(name):
+    """Else no interval over seeds covers another draw of A and B."""
+    methods_seen = set()
+    for stage in declared(name, "--preset", "small", "--seeds", "2").values():
+        h = stage.parsed().model.init_args
+        methods_seen.add(h.method)
+        drawn = (h.method_args or {}).get("seed", 0)
+        assert drawn == (stage.seed if h.method in ("vera", "randlora") else 0), stage.name
+        if stage.name in ("STS-B_unique", "STS-B_only_d"):
+            assert len(h.method_args) == 2, stage.name
+    assert "vera" in methods_seen
+
+
 @pytest.mark.parametrize(("preset", "width"), [("small", 384), ("paper", 1024)])
 def test_claims_at_equal_parameters_compare_rows_that_tune_as_many(preset, width):
     stages = declared("ablations", "--preset", preset)
