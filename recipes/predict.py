@@ -230,8 +230,7 @@ def described(checkpoint: str | Path) -> tuple[dict[str, Any], type[L.LightningM
             return state["description"], module
     raise ValueError(
         f"{checkpoint} does not say what it was trained on: expected a checkpoint of a classifier "
-        "or a language model, written by this version; to convert an older one, train it for one "
-        "more step (fit --ckpt_path, with trainer.max_steps one higher)"
+        "or a language model that an experiment or `python -m recipes fit` wrote"
     )
 
 

@@ -32,9 +32,6 @@ class BackboneModule(L.LightningModule):
         schedule: "cosine", "linear", "polynomial", "constant_with_warmup", …
     """
 
-    # initial weights only: a checkpoint must load without downloading or needing these files
-    unsaved: tuple[str, ...] = ("init_from", "teacher_from", "pretrained")
-
     def __init__(
         self,
         num_classes: int,
@@ -52,7 +49,8 @@ class BackboneModule(L.LightningModule):
         schedule: str = "cosine",
     ):
         super().__init__()
-        self.save_hyperparameters(ignore=self.unsaved)
+        # initial weights only: a checkpoint must load without downloading or needing these files
+        self.save_hyperparameters(ignore=["init_from", "teacher_from", "pretrained"])
         self.init_from, self.pretrained = init_from, pretrained
         self.model: Any = None
 

@@ -1,6 +1,5 @@
 """An image classifier, dense or low-rank, that learns from labels alone."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -22,17 +21,6 @@ from lightning_modules.pela.checkpoint import start_from
 from lightning_modules.pela.factorize import factorize, plan_uniform
 from lightning_modules.weights import load_weights
 
-# Arguments of former versions of `Classifier`, which their checkpoints contain → the value at which
-# the argument has no effect (None: it has none at any value), and what replaces it.
-FORMER: dict[str, tuple[Any, str]] = {
-    "optimizer": ("adamw", "AdamW alone is left"),
-    "distillation": ("pela", "it is lightning_modules.pela.Distillation now"),
-    "lora_rank": (0, "it is lightning_modules.pela.LoRA now"),
-    "merged_tokens": (0, "it is lightning_modules.pela.TokenMerging now"),
-    "momentum": (None, ""),
-    "allocation": (None, ""),  # the ranks that it gave are in the checkpoint
-}
-
 
 class Classifier(BackboneModule):
     """Cross-entropy on labels, also soft ones (mixup); the base class of PELA and its baselines.
@@ -41,17 +29,10 @@ class Classifier(BackboneModule):
 
     Args:
         decay_vectors: decay biases and norms too.
-        **kwargs: see `BackboneModule`. Arguments of former versions, from their checkpoints, are
-            refused unless they have no effect.
-
-    Raises:
-        ValueError: for an argument of a former version with an effect.
+        **kwargs: see `BackboneModule`.
     """
 
     def __init__(self, decay_vectors: bool = False, **kwargs: Any):
-        former = {name: kwargs.pop(name) for name in FORMER if name in kwargs}
-        refuse_former(former)
-        self.unsaved = (*self.unsaved, *former)
         super().__init__(**kwargs)
         self.waits_for_checkpoint = False
         classes = self.settings.num_classes
@@ -168,27 +149,10 @@ class Classifier(BackboneModule):
         return with_schedule(optimizer, h.schedule, h.warmup_steps, training_steps(self.trainer))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another model, or of a former version that trained differently.
+        """Refuse the checkpoint of another model before its tensors are loaded.
 
         Raises:
             ValueError: naming the hyperparameter that differs.
         """
-        saved = checkpoint.get("hyper_parameters", {})
-        refuse_former({n: saved[n] for n in FORMER if n in saved and n not in self.hparams})
         super().on_load_checkpoint(checkpoint)
         self.waits_for_checkpoint = False
-
-
-def refuse_former(arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments of former versions that have an effect, see FORMER.
-
-    Raises:
-        ValueError: naming the argument and its replacement.
-    """
-    for name, value in arguments.items():
-        neutral, successor = FORMER[name]
-        if neutral is not None and value != neutral:
-            raise ValueError(
-                f"this checkpoint was made by a former version with {name} {value!r}: {successor}; "
-                "load the checkpoint with that version, or use its weights with init_from"
-            )

@@ -1,4 +1,4 @@
-"""A method's arguments besides rank and targets, and their names in older checkpoints."""
+"""A method's arguments besides rank and targets."""
 
 from collections.abc import Mapping
 from typing import Any, TypedDict
@@ -63,16 +63,3 @@ def complete(hparams: Mapping[str, Any]) -> dict[str, Any]:
         return arguments
     arguments.pop("d_init", None)  # has no effect once a checkpoint's d is loaded
     return defaults | arguments
-
-
-def upgraded(hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters of a checkpoint; those from before `method_args` are converted."""
-    saved = dict(hparams)
-    if "betas" not in saved:  # an argument that only the former version had
-        return saved
-    del saved["betas"]
-    flat = {name: saved.pop(name, None) for name in ("d_init", "init", "shared", "train", "alpha")}
-    flat["seed"] = saved.pop("projection_seed", None)
-    known = ARGUMENTS.get(saved.get("method", "vera"), ())
-    saved["method_args"] = {n: v for n, v in flat.items() if n in known and v is not None}
-    return saved

@@ -6,13 +6,10 @@ subclasses in text_module.py, image_module.py and language_module.py build the m
 batch into logits.
 """
 
-import io
 import warnings
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import lightning as L
-import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection
@@ -26,7 +23,7 @@ from lightning_modules.optim import (
     with_schedule,
 )
 from lightning_modules.tuning import PEFT, Tuning, trainable, tune
-from lightning_modules.vera.method_args import ARGUMENTS, MethodArgs, complete, upgraded
+from lightning_modules.vera.method_args import ARGUMENTS, MethodArgs, complete
 from lightning_modules.vera.scores import loss_of
 from lightning_modules.vera.targets import query_and_value, resolve
 from lightning_modules.vera.vera import add_vera
@@ -246,14 +243,7 @@ class FineTuning(L.LightningModule):
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's method, extended to checkpoints from before `method_args`."""
-        content = torch.load(checkpoint_path, map_location="cpu", weights_only=True, mmap=True)
-        saved = content.get("hyper_parameters", {})
-        if "betas" in saved:
-            content["hyper_parameters"] = upgraded(saved)
-            checkpoint_path = io.BytesIO()
-            torch.save(content, checkpoint_path)
-            checkpoint_path.seek(0)
+        """Lightning's method, without its warning about the base that `adapter_only` leaves out."""
         with warnings.catch_warnings():  # on_load_checkpoint checks the names of `adapter_only`
             warnings.filterwarnings("ignore", message="Found keys that are in the model state dict")
             return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
@@ -266,7 +256,7 @@ class FineTuning(L.LightningModule):
         if random := drawn_at_random(self.tuned_model, self.heads):
             checkpoint["at_random"] = sorted(random)
         if self.adapter_only:
-            base = self._base(checkpoint["state_dict"])
+            base = self._base()
             checkpoint["base_sha256"] = fingerprint(base)
             for name in base:
                 del checkpoint["state_dict"][name]
@@ -278,7 +268,7 @@ class FineTuning(L.LightningModule):
             ValueError: naming what differs.
         """
         names = ["architecture", "model_args", "num_classes", "method", "rank", "targets", "heads"]
-        saved = upgraded(checkpoint.get("hyper_parameters", {}))
+        saved = dict(checkpoint.get("hyper_parameters", {}))
         ours = {**self.hparams, "method_args": complete(self.hparams)}
         saved["method_args"] = complete(saved)
         refuse_another_model({"hyper_parameters": saved}, ours, [*names, "method_args"])
@@ -287,30 +277,29 @@ class FineTuning(L.LightningModule):
             tuned.at_random = {*getattr(tuned, "at_random", ()), *random}  # type: ignore[assignment]
         if not self.adapter_only:
             return
-        base = self._base(checkpoint["state_dict"])
+        base = self._base()
         expected = self.state_dict().keys() - base.keys()
         if differing := expected ^ checkpoint["state_dict"].keys():
             raise ValueError(
                 f"this checkpoint of an adapter alone does not hold the parameters that train here "
                 f"(such as {min(differing)}): give one that a run with these settings wrote"
             )
-        if checkpoint.get("base_sha256") not in (None, fingerprint(base)):
+        if checkpoint["base_sha256"] != fingerprint(base):
             raise ValueError(
                 f"this checkpoint of an adapter alone was trained on another base than "
                 f"{self.init_from or self.hparams['architecture']} is now: set model.init_from or "
                 "model.architecture to that base"
             )
 
-    def _base(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _base(self) -> dict[str, Tensor]:
         """The frozen parameters that a checkpoint leaves to the base's files, by all their names.
 
-        Those that the files lack, such as a pooler, were initialised at random and are in the
-        checkpoint's `state`. Checkpoints from before have fewer of them.
+        Not those that the files lack, such as a pooler: they were initialised at random.
         """
         [prefix] = [name for name, part in self.named_modules() if part is self.tuned_model]
         drawn = {f"{prefix}.{name}" for name in getattr(self.tuned_model, "at_random", ())}
         return {
             name: parameter
             for name, parameter in self.named_parameters(remove_duplicate=False)
-            if not parameter.requires_grad and not (name in drawn and name in state)
+            if not parameter.requires_grad and name not in drawn
         }

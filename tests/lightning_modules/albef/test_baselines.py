@@ -81,6 +81,3 @@ def test_merged_tokens_travel_with_a_checkpoint(tmp_path):
     other = Retrieval(sizes=SIZES_16, queue_size=6, merged_tokens=2)
     with pytest.raises(ValueError, match="another model: its merged_tokens is 3, this run's is 2"):
         other.on_load_checkpoint(torch.load(file, weights_only=True))
-    plain = Retrieval(sizes=SIZES_16, queue_size=6)
-    older = {name: value for name, value in plain.hparams.items() if name != "merged_tokens"}
-    plain.on_load_checkpoint({"hyper_parameters": older})

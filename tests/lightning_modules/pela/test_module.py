@@ -438,40 +438,6 @@ def test_ranks_without_weights_do_not_train(checkpoint):
         trainer(max_steps=1).fit(module, data())
 
 
-FORMER = {"optimizer": "adamw", "momentum": 0.9, "allocation": "energy", "distillation": "pela",
-          "lora_rank": 0, "merged_tokens": 0}  # fmt: skip
-
-
-def former_checkpoint(path, target, **changes):
-    """The checkpoint as the version before wrote it."""
-    content = torch.load(path, weights_only=True)
-    content["hyper_parameters"] |= {**FORMER, "skip": ["head", "norm"], **changes}
-    content["hyper_parameters"].pop("teacher_args")
-    torch.save(content, target)
-    return target
-
-
-def test_a_checkpoint_of_the_version_before_loads(checkpoint, tmp_path):
-    former = former_checkpoint(checkpoint[0], tmp_path / "former.ckpt")
-    loaded = PELA.load_from_checkpoint(former, weights_only=True).eval()
-    assert torch.equal(loaded(batch()[0]), checkpoint[1](batch()[0]))
-    assert not FORMER.keys() & loaded.hparams.keys()
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"lora_rank": 4}, "former version with lora_rank 4: it is lightning_modules.pela.LoRA"),
-        ({"merged_tokens": 2}, "merged_tokens 2: it is lightning_modules.pela.TokenMerging now"),
-        ({"distillation": "tinybert"}, "'tinybert': it is lightning_modules.pela.Distillation"),
-    ],
-)
-def test_a_baselines_former_checkpoint_says_who_loads_it(change, said, checkpoint, tmp_path):
-    former = former_checkpoint(checkpoint[0], tmp_path / "former.ckpt", **change)
-    with pytest.raises(ValueError, match=said):
-        PELA.load_from_checkpoint(former, weights_only=True)
-
-
 def test_an_argument_that_never_was_is_a_mistake():
     with pytest.raises(TypeError, match="unexpected keyword argument 'ration'"):
         classifier(PELA, ration=2.0)
