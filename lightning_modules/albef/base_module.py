@@ -12,6 +12,7 @@ from lightning_modules.albef.bert import Bert
 from lightning_modules.albef.checkpoint import load_albef, start_text, start_vision
 from lightning_modules.albef.model import ALBEF, Task, build, skipped
 from lightning_modules.albef.momentum import Momentum
+from lightning_modules.evaluation import Evaluation
 from lightning_modules.optim import (
     build_optimizer,
     parameter_groups,
@@ -27,7 +28,7 @@ from lightning_modules.weights import refuse_another_model
 LORA_TARGETS = ["query", "value", "qkv"]
 
 
-class AlbefModule(L.LightningModule):
+class AlbefModule(Evaluation, L.LightningModule):
     """An ALBEF for a task, dense or low-rank, with its momentum model.
 
     Args:
@@ -161,7 +162,7 @@ class AlbefModule(L.LightningModule):
             return h.soft_targets
         return h.soft_targets * min(1.0, batch_idx / self.trainer.num_training_batches)
 
-    def report(self, losses: dict[str, Tensor]) -> Tensor:
+    def total_loss(self, losses: dict[str, Tensor]) -> Tensor:
         """Log the parts of a loss by name, and return their sum."""
         total = sum(losses.values())
         assert isinstance(total, Tensor)

@@ -48,7 +48,7 @@ class Pretraining(Retrieval):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """L_itc + L_itm + L_mlm."""
         losses, *_ = self.pretrain(batch, batch_idx)
-        return self.report(losses)
+        return self.total_loss(losses)
 
     def pretrain(
         self, batch: dict[str, Tensor], batch_idx: int
@@ -164,7 +164,7 @@ class Repair(Pretraining):
             repair_losses["perturbation"] = h.rwp_weight * distance
         base = torch.stack(list(losses.values())).sum()
         log_gradient_shares(self, {"base": base, **repair_losses})
-        return self.report({**losses, **repair_losses})
+        return self.total_loss({**losses, **repair_losses})
 
     def _distil(self, batch: dict[str, Tensor], batch_idx: int) -> tuple[dict[str, Tensor], Tensor]:
         """The pre-training losses L_base, and the distillation loss without its weight α."""

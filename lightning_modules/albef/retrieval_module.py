@@ -24,9 +24,9 @@ DIRECTIONS = {"i2t": False, "t2i": True}  # whether the queries are texts
 class Retrieval(AlbefModule):
     """ALBEF's retrieval: L_itc + L_itm (arXiv 2107.07651, Section 5.1).
 
-    Evaluation logs R@1, 5 and 10 in both directions, `<part>/i2t_r1` (images as queries for texts)
-    to `<part>/t2i_r10`; their mean `r_mean`; and the same by similarity alone,
-    `<part>/itc_i2t_r1` ….
+    Evaluation logs R@1, 5 and 10 in both directions, `stage/i2t_r1` (images as queries for texts)
+    to `stage/t2i_r10`; their mean `r_mean`; and the same by similarity alone,
+    `stage/itc_i2t_r1` ….
 
     Args:
         queue_size: size of the queue of further contrastive keys; a multiple of the pairs of a step
@@ -60,7 +60,7 @@ class Retrieval(AlbefModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """L_itc + L_itm."""
         _, losses, _ = self.align(batch, batch_idx)
-        return self.report(losses)
+        return self.total_loss(losses)
 
     def align(
         self, batch: dict[str, Tensor], batch_idx: int
@@ -72,11 +72,7 @@ class Retrieval(AlbefModule):
         matching = matching_loss(self.model.match(fused), labels)
         return aligned, {"itc": aligned.loss, "itm": matching}, pairs
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Encode a batch for the end of the epoch."""
-        self.galleries.append(self.encode(batch))
-
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def score(self, batch: dict[str, Tensor]) -> None:
         """Encode a batch for the end of the epoch."""
         self.galleries.append(self.encode(batch))
 
@@ -95,15 +91,8 @@ class Retrieval(AlbefModule):
             batch["text_index"],
         )
 
-    def on_validation_epoch_end(self) -> None:
-        """Log the scores under `val/`."""
-        self._report("val")
-
-    def on_test_epoch_end(self) -> None:
-        """Log the scores under `test/`."""
-        self._report("test")
-
-    def _report(self, part: str) -> None:
+    def report(self, stage: str) -> None:
+        """Log the scores under `stage/`."""
         gallery = Gallery.of(self.galleries).gathered().valid()
         self.galleries.clear()
         scores: dict[str, float] = {}
@@ -121,13 +110,13 @@ class Retrieval(AlbefModule):
         reranked_scores = [value for name, value in scores.items() if not name.startswith("itc_")]
         scores["r_mean"] = sum(reranked_scores) / len(reranked_scores)
         for name, value in scores.items():
-            self.log(f"{part}/{name}", value, prog_bar=name == "r_mean", sync_dist=True)
+            self.log(f"{stage}/{name}", value, prog_bar=name == "r_mean", sync_dist=True)
 
 
 class Grounding(Retrieval):
     """Weakly supervised grounding (RefCOCO+): trained as retrieval, evaluated by Grad-CAM.
 
-    Evaluation logs `<part>/accuracy`: the share of phrases for which the chosen box has an IoU of
+    Evaluation logs `stage/accuracy`: the share of phrases for which the chosen box has an IoU of
     at least 0.5 with the true one.
 
     Args:
@@ -141,15 +130,8 @@ class Grounding(Retrieval):
         super().__init__(**kwargs)
         self.accuracy = MeanMetric()
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def score(self, batch: dict[str, Tensor]) -> None:
         """Choose a box for a phrase, and add it to the accuracy."""
-        self._ground(batch)
-
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Choose a box for a phrase, and add it to the accuracy."""
-        self._ground(batch)
-
-    def _ground(self, batch: dict[str, Tensor]) -> None:
         heat = self.heat(batch)[0]  # on padding too: sharded ranks pass through the model together
         if (batch["labels"] < 0).all():  # padding that gives all ranks equally many examples
             return
@@ -162,6 +144,7 @@ class Grounding(Retrieval):
         inputs = (batch["images"], batch["input_ids"], batch["attention_mask"])
         return grad_cam(self.model, *inputs, self.settings.block)
 
-    def _report(self, part: str) -> None:
-        self.log(f"{part}/accuracy", self.accuracy.compute(), prog_bar=True)
+    def report(self, stage: str) -> None:
+        """Log `stage/accuracy`."""
+        self.log(f"{stage}/accuracy", self.accuracy.compute(), prog_bar=True)
         self.accuracy.reset()

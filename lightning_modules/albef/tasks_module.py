@@ -17,7 +17,7 @@ from lightning_modules.labels import IGNORED
 class Entailment(AlbefModule):
     """SNLI-VE: a classifier on the fused class token (arXiv 2107.07651, Section 5.2).
 
-    Evaluation logs `<part>/accuracy`.
+    Evaluation logs `stage/accuracy`.
 
     Args:
         num_classes: number of classes.
@@ -49,19 +49,16 @@ class Entailment(AlbefModule):
         losses = distilled_cross_entropy(
             self(batch), batch["labels"], logits_m, self.alpha(batch_idx)
         )
-        return self.report({"entailment": losses.mean()})
+        return self.total_loss({"entailment": losses.mean()})
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def score(self, batch: dict[str, Tensor]) -> None:
         """Add a batch to the accuracy."""
-        self._score("val", batch)
-
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Add a batch to the accuracy."""
-        self._score("test", batch)
-
-    def _score(self, part: str, batch: dict[str, Tensor]) -> None:
         self.accuracy.update(self(batch).float(), batch["labels"])
-        self.log(f"{part}/accuracy", self.accuracy, on_epoch=True, on_step=False, prog_bar=True)
+
+    def report(self, stage: str) -> None:
+        """Log `stage/accuracy`."""
+        self.log(f"{stage}/accuracy", self.accuracy.compute(), prog_bar=True)
+        self.accuracy.reset()
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """The predicted class (B,), an index into datamodules' RELATIONS."""
@@ -71,7 +68,7 @@ class Entailment(AlbefModule):
 class VQA(AlbefModule):
     """VQA: a decoder that generates answers, evaluated by ranking a list of candidates.
 
-    arXiv 2107.07651, Section 5.3. Evaluation logs `<part>/accuracy`, the VQA challenge's measure.
+    arXiv 2107.07651, Section 5.3. Evaluation logs `stage/accuracy`, the VQA challenge's measure.
 
     Args:
         k: number of candidates of each question that are scored completely.
@@ -99,7 +96,7 @@ class VQA(AlbefModule):
             len(batch["images"]),
             self.alpha(batch_idx),
         )
-        return self.report({"answers": loss})
+        return self.total_loss({"answers": loss})
 
     def _decode(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
         mask, row = batch["attention_mask"], batch["answer_row"]
@@ -113,21 +110,18 @@ class VQA(AlbefModule):
         candidates = batch["candidate_ids"], batch["candidate_mask"]
         return rank_answers(self.model, question, mask, *candidates, self.settings.k)
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def score(self, batch: dict[str, Tensor]) -> None:
         """Add a batch to the accuracy."""
-        self._score("val", batch)
-
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Add a batch to the accuracy."""
-        self._score("test", batch)
-
-    def _score(self, part: str, batch: dict[str, Tensor]) -> None:
         chosen = self.rank(batch).argmax(1, keepdim=True)
         real = batch["labels"] >= 0  # not padding that gives all ranks equally many examples
         scores = batch["scores"].gather(1, chosen)[:, 0][real]
         if len(scores):
             self.accuracy.update(scores)
-        self.log(f"{part}/accuracy", self.accuracy, on_epoch=True, on_step=False, prog_bar=True)
+
+    def report(self, stage: str) -> None:
+        """Log `stage/accuracy`."""
+        self.log(f"{stage}/accuracy", self.accuracy.compute(), prog_bar=True)
+        self.accuracy.reset()
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """The index of the best candidate, (B,)."""

@@ -6,18 +6,19 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from lightning_modules.evaluation import Evaluation
 from lightning_modules.matformer.consistency import SubmodelMetrics
 from lightning_modules.matformer.joint import joint_losses
 from lightning_modules.matformer.nest import nesting_of, set_granularity
 from lightning_modules.weights import refuse_another_model
 
 
-class ElasticModule(L.LightningModule):
+class ElasticModule(Evaluation, L.LightningModule):
     """The base class of MatViT and MatLM.
 
     A subclass saves the hyperparameters `fractions`, `joint`, `split_batch` and
     `eval_granularities`, builds `model` and `metrics` in `configure_model`, and implements `loss`
-    and `score`.
+    and `score_submodels`.
 
     Args:
         fractions: of `nest`; None for a plain model.
@@ -53,7 +54,7 @@ class ElasticModule(L.LightningModule):
         """The mean loss of a batch at the granularity that is set; a subclass implements it."""
         raise NotImplementedError
 
-    def score(self, batch: Any) -> None:
+    def score_submodels(self, batch: Any) -> None:
         """Add a batch to the metrics of every submodel; a subclass implements it."""
         raise NotImplementedError
 
@@ -103,28 +104,14 @@ class ElasticModule(L.LightningModule):
         assert self.metrics is not None
         return self.metrics.compute()
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def score(self, batch: Any) -> None:
         """Score every submodel on the same batch."""
-        self._score(batch)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Score every submodel on the same batch."""
-        self._score(batch)
-
-    def _score(self, batch: Any) -> None:
-        self.score(batch)
+        self.score_submodels(batch)
         if self.settings.fractions is not None:
             set_granularity(self.model, nesting_of(self.model).names[-1])
 
-    def on_validation_epoch_end(self) -> None:
-        """Log `val/loss_XL`, `val/loss_S`, …, and the largest submodel's `val/<monitored>`."""
-        self._report("val")
-
-    def on_test_epoch_end(self) -> None:
-        """Log the same under `test/`."""
-        self._report("test")
-
-    def _report(self, stage: str) -> None:
+    def report(self, stage: str) -> None:
+        """Log `stage/loss_XL`, `stage/loss_S`, …, and the largest's `stage/<monitored>`."""
         assert self.metrics is not None
         for place, (label, values) in enumerate(self.averages().items()):
             suffix = "" if label == "all" else f"_{label}"

@@ -209,7 +209,7 @@ class MatLM(ElasticModule):
         ).sum(-1)
         return (1 - share) * loss + share * divergence[targets != IGNORED].mean()
 
-    def score(self, batch: dict[str, Tensor]) -> None:
+    def score_submodels(self, batch: dict[str, Tensor]) -> None:
         """Add a batch to the metrics of every submodel."""
         assert self.metrics is not None
         models = {label: partial(self.submodel, chosen) for label, chosen in self.submodels.items()}

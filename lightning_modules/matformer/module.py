@@ -130,7 +130,7 @@ class MatViT(ElasticModule):
         """The mean loss of a batch at the granularity that is set."""
         return classification_loss(self(inputs), targets, self.settings.loss)
 
-    def score(self, batch: tuple[Tensor, Tensor]) -> None:
+    def score_submodels(self, batch: tuple[Tensor, Tensor]) -> None:
         """Add a batch to the metrics of every submodel."""
         assert self.metrics is not None
         images, targets = batch

@@ -4,12 +4,13 @@ from typing import Any
 
 import lightning as L
 
+from lightning_modules.evaluation import Evaluation
 from lightning_modules.weights import refuse_another_model
 
 MODEL = ("architecture", "model_args", "num_classes", "ratio", "skip", "ranks")
 
 
-class BackboneModule(L.LightningModule):
+class BackboneModule(Evaluation, L.LightningModule):
     """A timm model, dense or low-rank, with its settings for weights and optimisation.
 
     Args:
@@ -54,34 +55,10 @@ class BackboneModule(L.LightningModule):
         self.init_from, self.pretrained = init_from, pretrained
         self.model: Any = None
 
-    def score(self, batch: Any) -> None:
-        """Add a batch to the task's metrics; a subclass implements it."""
-        raise NotImplementedError
-
-    def report(self, stage: str) -> None:
-        """Log the task's metrics as `stage/…` and reset them; a subclass implements it."""
-        raise NotImplementedError
-
     @property
     def settings(self) -> Any:
         """The arguments of __init__."""
         return self.hparams
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Score a batch."""
-        self.score(batch)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Score a batch."""
-        self.score(batch)
-
-    def on_validation_epoch_end(self) -> None:
-        """Log the metrics under `val/`."""
-        self.report("val")
-
-    def on_test_epoch_end(self) -> None:
-        """Log the metrics under `test/`."""
-        self.report("test")
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse the checkpoint of another model before its tensors are loaded.

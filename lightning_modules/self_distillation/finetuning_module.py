@@ -16,6 +16,7 @@ from torchmetrics.classification import (
 
 from lightning_modules.backbones import build_text, build_vision, shard
 from lightning_modules.by_length import run_by_length
+from lightning_modules.evaluation import Evaluation
 from lightning_modules.labels import IGNORED
 from lightning_modules.optim import (
     build_optimizer,
@@ -39,7 +40,7 @@ from lightning_modules.weights import gathered, load_completely, refuse_another_
 Method = Literal["plain", "linear", "recadam", "mars", "r3f"]
 
 
-class Finetuning(L.LightningModule):
+class Finetuning(Evaluation, L.LightningModule):
     """Classification with a new head on a pre-trained encoder.
 
     Args:
@@ -238,15 +239,8 @@ class Finetuning(L.LightningModule):
         self.tracker.resume(checkpoint["start"])
         self.centres = checkpoint["mars_start"]
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def score(self, batch: Any) -> None:
         """Add a batch to the scores."""
-        self._score(batch)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Add a batch to the scores."""
-        self._score(batch)
-
-    def _score(self, batch: Any) -> None:
         inputs, labels = split(batch)
         logits, valid = self(inputs).float(), labels != IGNORED
         if valid.any():
@@ -255,18 +249,11 @@ class Finetuning(L.LightningModule):
             self.scores.update(logits, labels)
             self.confusion.update(logits, labels)
 
-    def on_validation_epoch_end(self) -> None:
-        """Log `val/loss`, `val/accuracy` (micro F1), `val/f1` (macro) and `val/classes_predicted`.
+    def report(self, stage: str) -> None:
+        """Log `stage/loss`, `…/accuracy` (micro F1), `…/f1` (macro) and `…/classes_predicted`.
 
         The last one shows a classifier that has collapsed to one class.
         """
-        self._report("val")
-
-    def on_test_epoch_end(self) -> None:
-        """Log the same under `test/`."""
-        self._report("test")
-
-    def _report(self, stage: str) -> None:
         self.log(f"{stage}/loss", self.mean_loss.compute())
         for name, value in self.scores.compute().items():
             self.log(f"{stage}/{name}", value, prog_bar=True)

@@ -16,6 +16,7 @@ from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_modules.apet.placement import head_parameters
 from lightning_modules.backbones import shard
+from lightning_modules.evaluation import Evaluation
 from lightning_modules.optim import (
     build_optimizer,
     parameter_groups,
@@ -38,7 +39,7 @@ from lightning_modules.weights import (
 NOT_MERGED = "give weights of this architecture; merge those of a run with adapters first"
 
 
-class FineTuning(L.LightningModule):
+class FineTuning(Evaluation, L.LightningModule):
     """The base class of `TextTuning`, `ImageTuning` and `LanguageTuning`.
 
     A subclass implements `build`, `default_heads`, `build_scores` and `outputs`.
@@ -196,23 +197,8 @@ class FineTuning(L.LightningModule):
         self.log("train/loss", loss, prog_bar=True)
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def score(self, batch: Any) -> None:
         """Add a batch to loss and metrics."""
-        self._add_scores(batch)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Add a batch to loss and metrics."""
-        self._add_scores(batch)
-
-    def on_validation_epoch_end(self) -> None:
-        """Log `val/loss`, `val/accuracy`, …."""
-        self._log_scores("val")
-
-    def on_test_epoch_end(self) -> None:
-        """Log `test/loss`, `test/accuracy`, …."""
-        self._log_scores("test")
-
-    def _add_scores(self, batch: Any) -> None:
         logits, targets = self.outputs(batch)
         if not len(targets):  # only padding that gives all ranks equally many examples
             return
@@ -221,10 +207,11 @@ class FineTuning(L.LightningModule):
             predictions = logits.argmax(-1) if logits.ndim == 2 else logits.float()
             self.scores.update(predictions, targets)
 
-    def _log_scores(self, part: str) -> None:
-        self.log(f"{part}/loss", self.mean_loss.compute())
+    def report(self, stage: str) -> None:
+        """Log `stage/loss`, `stage/accuracy`, …."""
+        self.log(f"{stage}/loss", self.mean_loss.compute())
         for name, value in self.scores.compute().items():
-            self.log(f"{part}/{name}", value.float(), prog_bar=True)
+            self.log(f"{stage}/{name}", value.float(), prog_bar=True)
         self.mean_loss.reset()
         self.scores.reset()
 
