@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -42,6 +42,44 @@ def parameter_groups(
         {"params": without, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def head_parameters(model: nn.Module, heads: Collection[str]) -> set[nn.Parameter]:
+    """The parameters of the modules with these names, those that others share included.
+
+    Names of no module are ignored.
+    """
+    return {
+        parameter
+        for name, module in model.named_modules()
+        if name in heads
+        for parameter in module.parameters()
+    }
+
+
+def split_groups(
+    groups: Sequence[Mapping[str, Any]],
+    heads: Collection[nn.Parameter],
+    of_body: Mapping[str, Any],
+    of_heads: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    """Split parameter groups so that the heads have settings of their own, such as "lr".
+
+    Args:
+        groups: from `parameter_groups`.
+        heads: parameters, from `head_parameters`.
+        of_body: settings that the optimizer has for the other parameters.
+        of_heads: the same settings for the heads.
+
+    Returns:
+        The groups that are not empty.
+    """
+    return [
+        {**group, **settings, "params": params}
+        for group in groups
+        for settings, in_heads in ((of_body, False), (of_heads, True))
+        if (params := [p for p in group["params"] if (p in heads) == in_heads])
+    ]
 
 
 def build_optimizer(

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lightning_modules.layouts import inside, shape_of, uncalled_layers
+from lightning_modules.optim import head_parameters
 
 Operation = Literal["add", "concat", "plug"]
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
@@ -96,16 +97,6 @@ def body_parameters(model: nn.Module, heads: Sequence[str] = ()) -> dict[str, nn
         name: parameter
         for name, parameter in model.named_parameters()
         if parameter not in trained and parameter.is_floating_point()
-    }
-
-
-def head_parameters(model: nn.Module, heads: Sequence[str]) -> set[nn.Parameter]:
-    """The parameters of the heads, with those that other modules share under other names."""
-    return {
-        parameter
-        for name, module in model.named_modules()
-        if name in heads
-        for parameter in module.parameters()
     }
 
 

@@ -18,8 +18,9 @@ from torch import nn
 
 from lightning_modules.apet.checks import check_placement, check_plain, tunable_count
 from lightning_modules.apet.insert import Apet, apet_of, attach, tunables
-from lightning_modules.apet.placement import Placement, draw, head_parameters
+from lightning_modules.apet.placement import Placement, draw
 from lightning_modules.layouts import inside
+from lightning_modules.optim import head_parameters
 from lightning_modules.weights import drawn_at_random, fingerprint, mismatch
 
 FORMAT = "apet-1"

@@ -20,7 +20,9 @@ from lightning_modules.evaluation import Evaluation
 from lightning_modules.labels import IGNORED
 from lightning_modules.optim import (
     build_optimizer,
+    head_parameters,
     parameter_groups,
+    split_groups,
     training_steps,
     with_schedule,
 )
@@ -143,7 +145,7 @@ class Finetuning(Evaluation, L.LightningModule):
             return ["head"]
         names = [name for name, _ in self.model.named_children() if name != base]
         names.append(f"{base}.pooler")
-        return [name for name in names if head_parameters(self.model, name)]
+        return [name for name in names if head_parameters(self.model, [name])]
 
     def encoder_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters outside the heads, by name."""
@@ -199,16 +201,9 @@ class Finetuning(Evaluation, L.LightningModule):
             groups: from `parameter_groups`.
         """
         h: Any = self.hparams
-        in_a_head = {
-            id(parameter) for head in self.heads for parameter in head_parameters(self.model, head)
-        }
-        anchored_groups = []
-        for group in groups:
-            for anchored in (True, False):
-                params = [p for p in group["params"] if (id(p) not in in_a_head) == anchored]
-                if params:
-                    anchored_groups.append({**group, "params": params, "anchored": anchored})
-        return RecAdam(anchored_groups, h.lr, tuple(h.betas), **self.method_args)
+        heads = head_parameters(self.model, self.heads)
+        groups = split_groups(groups, heads, {"anchored": True}, {"anchored": False})
+        return RecAdam(groups, h.lr, tuple(h.betas), **self.method_args)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """A step, followed for MARS by the projection, before the weights can be saved."""
@@ -290,8 +285,3 @@ def checked(method: Method, settings: dict[str, Any]) -> dict[str, Any]:
             f"method_args has {unknown[0]!r}, and method {method} takes {known}: correct it"
         )
     return settings
-
-
-def head_parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
-    """The parameters of the module with a dotted name; none if there is no such module."""
-    return [p for n, p in model.named_parameters() if n.startswith(f"{name}.")]

@@ -14,12 +14,13 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection
 
-from lightning_modules.apet.placement import head_parameters
 from lightning_modules.backbones import shard
 from lightning_modules.evaluation import Evaluation
 from lightning_modules.optim import (
     build_optimizer,
+    head_parameters,
     parameter_groups,
+    split_groups,
     training_steps,
     with_schedule,
 )
@@ -218,13 +219,13 @@ class FineTuning(Evaluation, L.LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW with a separate learning rate for the heads, and its schedule."""
         h: Any = self.hparams
-        in_heads = head_parameters(self.tuned_model, self.heads)
-        groups = []
-        for group in parameter_groups(self.tuned_model, h.weight_decay, h.decay_vectors):
-            for lr, is_head in ((h.lr, False), (h.lr if h.head_lr is None else h.head_lr, True)):
-                params = [p for p in group["params"] if (p in in_heads) == is_head]
-                if params:
-                    groups.append({**group, "params": params, "lr": lr})
+        head_lr = h.lr if h.head_lr is None else h.head_lr
+        groups = split_groups(
+            parameter_groups(self.tuned_model, h.weight_decay, h.decay_vectors),
+            head_parameters(self.tuned_model, self.heads),
+            {"lr": h.lr},
+            {"lr": head_lr},
+        )
         optimizer = build_optimizer("adamw", groups, h.lr)
         return with_schedule(optimizer, h.schedule, h.warmup, training_steps(self.trainer))
 

@@ -7,7 +7,14 @@ import timm
 import torch
 from torch import nn
 
-from lightning_modules.optim import build_optimizer, parameter_groups, training_steps, with_schedule
+from lightning_modules.optim import (
+    build_optimizer,
+    head_parameters,
+    parameter_groups,
+    split_groups,
+    training_steps,
+    with_schedule,
+)
 
 TINY = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
 
@@ -39,6 +46,19 @@ def test_decay_of_vectors_takes_everything():
     [group] = parameter_groups(model, 0.1, decay_vectors=True)
     assert names(model, group) == {name for name, _ in model.named_parameters()}
     assert group["weight_decay"] == 0.1
+
+
+def test_heads_have_settings_of_their_own():
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=3, **TINY)
+    heads = head_parameters(model, ["head", "no.such.module"])
+    assert heads == set(model.head.parameters())
+    groups = split_groups(parameter_groups(model, 0.1), heads, {"lr": 1.0}, {"lr": 2.0})
+    assert [(g["lr"], g["weight_decay"]) for g in groups] == [(1, 0.1), (2, 0.1), (1, 0), (2, 0)]
+    assert [names(model, g) for g in groups if g["lr"] == 2] == [{"head.weight"}, {"head.bias"}]
+    assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
+    model.head.requires_grad_(False)
+    groups = split_groups(parameter_groups(model, 0.1), heads, {"lr": 1.0}, {"lr": 2.0})
+    assert [g["lr"] for g in groups] == [1, 1]  # no empty group
 
 
 def one_step(name, **settings):
