@@ -12,17 +12,13 @@ most 1.1 times LoRA's time, and 1.1 times its peak memory above the weights and 
 
 import cpu_torchvision  # noqa: F401  (first: see its docstring)
 
-import argparse
-import shlex
-import sys
-import time
 from collections.abc import Callable, Sequence
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from benchmarks.paired import machine, markdown, rounds, spread
+from benchmarks.paired import command_line, heading, markdown, parsed, rounds, spread
 from benchmarks.vera_step import TARGETS, Case, peak_bytes, training_step
 from lightning_modules.apet import insert
 from lightning_modules.tuning import trainable
@@ -68,29 +64,18 @@ def compare(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, and print Markdown."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--repeats", type=int, default=8, help="rounds at most (default: 8)")
-    parser.add_argument("--seconds", type=float, default=90.0, help="per budget (default: 90)")
-    parser.add_argument("--quick", action="store_true", help="a toy model, three rounds")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
+    parser = command_line("apet_step", __doc__, 8, 90, "budget", threads=1)
     parser.add_argument("--tokens", type=int, default=1024, help="tokens per batch (default: 1024)")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
-    parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda"
-    )
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
-    device = torch.device(options.device)
-    case, ranks, repeats = Case(options.tokens // 128, 128, options.layers), options.ranks, 3
+    options = parsed(parser, argv)
+    device = options.device
+    case, ranks = Case(options.tokens // 128, 128, options.layers), options.ranks
     if options.quick:
         case, ranks = Case(4, 16, layers=2, hidden=32), [1]
-    else:
-        repeats = options.repeats
-    rows = [row for r in ranks for row in compare(case, r, repeats, options.seconds, device)]
-    command = shlex.join(["python", "-m", "benchmarks.apet_step", *arguments])
-    print(f"`{command}` · {machine(device)} · {time.strftime('%Y-%m-%d')}\n")
+    how = (options.repeats, options.seconds, device)
+    rows = [row for rank in ranks for row in compare(case, rank, *how)]
+    print(heading("apet_step", argv, device))
     print("A training step over LoRA's of the same budget: median (least–greatest) of rounds.\n")
     header = ["step", "trainable parameters", "operations", "time / LoRA's", "memory / LoRA's"]
     print(markdown([*header, "rounds"], rows))

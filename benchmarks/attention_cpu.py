@@ -9,9 +9,6 @@ Times forward and backward of a ViT-S, and of the attention alone at several len
 import cpu_torchvision  # noqa: F401  (first: see its docstring)
 
 import argparse
-import shlex
-import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -20,7 +17,7 @@ import timm
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.paired import machine, markdown, rounds, spread
+from benchmarks.paired import heading, markdown, rounds, spread
 from recipes.attention import plain_attention
 
 TOKENS = (26, 64, 256, 512, 1024)
@@ -56,8 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=15, help="rounds at most (default: 15)")
     parser.add_argument("--seconds", type=float, default=60.0, help="about, a row (default: 60)")
     parser.add_argument("--quick", action="store_true", help="one image, 26 tokens, three rounds")
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
     cases = {"a step of ViT-S/14, 26 tokens": vision(1 if options.quick else 64)}
     for tokens in TOKENS[:1] if options.quick else TOKENS:
         cases[f"attention, {tokens:,} tokens"] = attention(tokens)
@@ -70,8 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with plain_attention(trainer, None):
             step()
 
-    command = shlex.join(["python", "-m", "benchmarks.attention_cpu", *arguments])
-    print(f"`{command}` · {machine(device)} · {time.strftime('%Y-%m-%d')}\n")
+    print(heading("attention_cpu", argv, device))
     rows = []
     for name, step in cases.items():
         candidates: dict[str, Callable[[], None]] = {"fused": step, "plain": partial(plain, step)}

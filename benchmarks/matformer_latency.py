@@ -19,18 +19,14 @@ since times in milliseconds depend on the machine.
 
 import cpu_torchvision  # noqa: F401  (first: see its docstring)
 
-import argparse
-import shlex
 import statistics
-import sys
-import time
 from collections.abc import Callable, Sequence
 
 import timm
 import torch
 from torch import nn
 
-from benchmarks.paired import ImageCase, machine, markdown, ratio, rounds
+from benchmarks.paired import ImageCase, command_line, heading, markdown, parsed, ratio, rounds
 from lightning_modules.counting import count_macs
 from lightning_modules.matformer import extract, nest, set_granularity
 from lightning_modules.matformer.idle_tail import freeze_idle_tail
@@ -147,28 +143,16 @@ def training(case: Case, repeats: int, seconds: float, device: torch.device) -> 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, and print Markdown."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--repeats", type=int, default=40, help="rounds at most (default: 40)")
-    parser.add_argument(
-        "--seconds", type=float, default=50.0, help="about, per table (default: 50)"
-    )
-    parser.add_argument("--quick", action="store_true", help="a toy model, three rounds")
-    parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda"
-    )
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    options = parser.parse_args(arguments)
-    if options.repeats < 1:
-        parser.error(f"--repeats {options.repeats}: expected at least 1")
-    device = torch.device(options.device)
+    parser = command_line("matformer_latency", __doc__, 40, 50, "table")
+    options = parsed(parser, argv)
+    device = options.device
     cases = [QUICK] if options.quick else INFERENCE
-    repeats = min(options.repeats, 3) if options.quick else options.repeats
+    repeats = options.repeats
     share = options.seconds / len(cases) / len(FRACTIONS)
     served = [row for case in cases for row in inference(case, repeats, share, device)]
     case = QUICK if options.quick else TRAINING[device.type]
     trained = training(case, repeats, options.seconds, device)
-    command = shlex.join(["python", "-m", "benchmarks.matformer_latency", *arguments])
-    print(f"`{command}` · {machine(device)} · {time.strftime('%Y-%m-%d')}\n")
+    print(heading("matformer_latency", argv, device))
     goal = f"goal: extracted within {TOLERANCE:.0%}"
     print(f"Inference, time over the native timm model's of that width; {goal}.")
     print("At XL all three are the same model: how far those ratios are from 1 is the noise.\n")

@@ -1,8 +1,11 @@
 """Interleaved timing of candidates, and the Markdown output that all benchmarks share."""
 
 import platform
+import shlex
 import statistics
+import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +36,54 @@ class ImageCase:
     def __str__(self) -> str:
         depth = f", {self.model_args['depth']} layers" if "depth" in self.model_args else ""
         return f"{self.name} at {self.input_shape[-1]}{depth}, batch {self.batch}"
+
+
+def command_line(
+    module: str, doc: str | None, repeats: int, seconds: float, per: str, threads: int | None = None
+) -> ArgumentParser:
+    """The arguments that benchmarks share; read them with `parsed`.
+
+    Args:
+        module: the benchmark's name.
+        doc: its docstring, whose first paragraph is the description.
+        repeats: default of --repeats.
+        seconds: default of --seconds.
+        per: what takes that long, such as "table".
+        threads: default of --threads; None for torch's own.
+    """
+    parser = ArgumentParser(
+        f"python -m benchmarks.{module}", description=(doc or "").split("\n\n")[0]
+    )
+    add, default = parser.add_argument, "torch's" if threads is None else threads
+    add("--repeats", type=int, default=repeats, help=f"rounds at most (default: {repeats})")
+    add("--seconds", type=float, default=seconds, help=f"about, per {per} (default: {seconds:g})")
+    add("--quick", action="store_true", help="a toy model, three rounds")
+    add("--threads", type=int, default=threads, help=f"CPU threads (default: {default})")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    return parser
+
+
+def parsed(parser: ArgumentParser, argv: Sequence[str] | None) -> Namespace:
+    """The options of a command line, sys.argv's when None, with a torch device as `device`.
+
+    It sets torch's threads. With --quick `repeats` is at most three.
+    """
+    options = parser.parse_args(argv)
+    if options.repeats < 1:
+        parser.error(f"--repeats {options.repeats}: expected at least 1")
+    if options.quick:
+        options.repeats = min(options.repeats, 3)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    options.device = torch.device(options.device)
+    return options
+
+
+def heading(module: str, argv: Sequence[str] | None, device: torch.device) -> str:
+    """What was run, where and when: the first line of a benchmark's output."""
+    arguments = sys.argv[1:] if argv is None else argv
+    command = shlex.join(["python", "-m", f"benchmarks.{module}", *arguments])
+    return f"`{command}` · {machine(device)} · {time.strftime('%Y-%m-%d')}\n"
 
 
 def rounds(

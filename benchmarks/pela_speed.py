@@ -18,13 +18,9 @@ Candidates are timed in turn, and a ratio is the median over rounds (paired.py).
 
 import cpu_torchvision  # noqa: F401  (first: see its docstring)
 
-import argparse
 import copy
 import multiprocessing
 import re
-import shlex
-import sys
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -33,7 +29,7 @@ import timm
 import torch
 from torch import nn
 
-from benchmarks.paired import ImageCase, machine, markdown, ratio, rounds
+from benchmarks.paired import ImageCase, command_line, heading, markdown, parsed, ratio, rounds
 from lightning_modules.counting import count_macs, count_parameters
 from lightning_modules.pela import factorize, low_rank_layers, plan_uniform
 
@@ -240,25 +236,12 @@ TABLES = ("inference", "training", "tuning", "factorize")
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, and print Markdown."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser = command_line("pela_speed", __doc__, 20, 60, "table")
     parser.add_argument("--only", choices=TABLES, help="one table (default: all)")
-    parser.add_argument("--repeats", type=int, default=20, help="rounds at most (default: 20)")
-    parser.add_argument(
-        "--seconds", type=float, default=60.0, help="about, per table (default: 60)"
-    )
-    parser.add_argument("--quick", action="store_true", help="a toy model, three rounds")
-    parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda"
-    )
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    options = parser.parse_args(arguments)
-    if options.repeats < 1:
-        parser.error(f"--repeats {options.repeats}: expected at least 1")
-    device = torch.device(options.device)
-    repeats = min(options.repeats, 3) if options.quick else options.repeats
+    options = parsed(parser, argv)
+    device, repeats = options.device, options.repeats
     tables = [options.only] if options.only else TABLES
-    command = shlex.join(["python", "-m", "benchmarks.pela_speed", *arguments])
-    print(f"`{command}` · {machine(device)} · {time.strftime('%Y-%m-%d')}")
+    print(heading("pela_speed", argv, device).strip())
     for table, train in (("inference", False), ("training", True)):
         if table in tables:
             cases = TRAINING[device.type] if train else INFERENCE

@@ -23,10 +23,7 @@ the gap between their logits there is printed, and a gap too large for rounding 
 import cpu_torchvision  # noqa: F401  (first: see its docstring)
 
 import argparse
-import shlex
 import statistics
-import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.paired import machine, markdown, ratio, rounds
+from benchmarks.paired import heading, markdown, ratio, rounds
 from datamodules.corpus import BYTES, CorpusData
 from lightning_modules.backbones import build_text
 from lightning_modules.counting import count_parameters
@@ -242,8 +239,7 @@ def main(argv: Sequence[str] | None = None) -> list[list[str]]:
     add("--exact", action="store_true", help="in float64, compare all texts and time nothing")
     add("--quick", action="store_true", help="a small random decoder, three rounds")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
     if not options.model and not options.quick:
         parser.error("give a checkpoint, or --quick")
     device = torch.device(options.device)
@@ -262,8 +258,7 @@ def main(argv: Sequence[str] | None = None) -> list[list[str]]:
         independent = independent.to(device, dtype).eval()
     ids = prompts(model, tokenizer, options.text, options.prompts, options.prompt_tokens)
     rows = compare(model, ids.to(device), options, independent)
-    command = shlex.join(["python", "-m", "benchmarks.speculative", *arguments])
-    print(f"`{command}` · {machine(device)} · {time.strftime('%Y-%m-%d')}\n")
+    print(heading("speculative", argv, device))
     print(
         f"{count_parameters(model):,} parameters; {len(ids)} x {options.tokens} tokens, "
         f"{options.batch} texts at a time, in {str(dtype).removeprefix('torch.')}. "

@@ -20,14 +20,10 @@ The model and the way of timing are those of vera_step.py.
 
 import cpu_torchvision  # noqa: F401  (first: see its docstring)
 
-import argparse
 import dataclasses
 import functools
-import shlex
 import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +31,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 
-from benchmarks.paired import machine, markdown, rounds, spread
+from benchmarks.paired import command_line, heading, markdown, parsed, rounds, spread
 from benchmarks.vera_step import Case, macs_of, our_vera
 from lightning_modules.vera import Adapters, merge, save_adapter, to_peft
 
@@ -158,27 +154,14 @@ def many(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, and print Markdown."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--repeats", type=int, default=20, help="rounds at most (default: 20)")
-    parser.add_argument(
-        "--seconds", type=float, default=25.0, help="about, per table row (default: 25)"
-    )
-    parser.add_argument("--quick", action="store_true", help="a toy model, three rounds")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
-    parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda"
-    )
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    options = parser.parse_args(arguments)
-    if options.repeats < 1:
-        parser.error(f"--repeats {options.repeats}: expected at least 1")
-    torch.set_num_threads(options.threads)
-    device = torch.device(options.device)
+    parser = command_line("vera_many", __doc__, 20, 25, "table row", threads=1)
+    options = parsed(parser, argv)
+    device = options.device
     single, batch, ranks, lengths = Case(1, 128), Case(ROWS, 8), [1024, 256], list(GOALS)
     repeats = options.repeats
     if options.quick:
         single, batch = Case(1, 16, layers=2, hidden=32), Case(ROWS, 4, layers=2, hidden=32)
-        ranks, lengths, repeats = [32, 16], [4], min(repeats, 3)
+        ranks, lengths = [32, 16], [4]
     alone = [
         row
         for case in (single, batch)
@@ -189,8 +172,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for rank in ranks
         for row in many(batch, rank, lengths, repeats, options.seconds, device)
     ]
-    command = shlex.join(["python", "-m", "benchmarks.vera_many", *arguments])
-    print(f"`{command}` · {machine(device)} · {time.strftime('%Y-%m-%d')}\n")
+    print(heading("vera_many", argv, device))
     print(f"Merged inference, time over the plain base's; goal: within {TOLERANCE:.0%} of 1.")
     print("Both do the same multiply-adds. Median (least–greatest) of paired rounds.\n")
     print(markdown(["batch", "rank", "merged / plain", "goal", "rounds"], alone))

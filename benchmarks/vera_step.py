@@ -23,14 +23,10 @@ not count.
 
 import cpu_torchvision  # noqa: F401  (first: see its docstring)
 
-import argparse
 import functools
 import json
-import shlex
 import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +39,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
-from benchmarks.paired import machine, markdown, rounds, spread
+from benchmarks.paired import command_line, heading, markdown, parsed, rounds, spread
 from lightning_modules.vera import add_vera
 
 TARGETS = ["query", "value"]
@@ -234,33 +230,21 @@ def compare(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, and print Markdown."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--repeats", type=int, default=8, help="rounds at most (default: 8)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="about, per size (default: 60)")
-    parser.add_argument("--quick", action="store_true", help="a toy model, three rounds")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
+    parser = command_line("vera_step", __doc__, 8, 60, "size", threads=1)
     parser.add_argument("--tokens", type=int, nargs="+", choices=list(GOALS), default=list(GOALS))
     parser.add_argument("--ranks", type=int, nargs="+", default=[1024, 256])
     parser.add_argument("--layers", type=int, help="(default: 12, and 3 for 8,192 tokens)")
-    parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda"
-    )
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    options = parser.parse_args(arguments)
-    if options.repeats < 1:
-        parser.error(f"--repeats {options.repeats}: expected at least 1")
-    torch.set_num_threads(options.threads)
-    device = torch.device(options.device)
+    options = parsed(parser, argv)
+    device = options.device
     cases = [Case(n // 128, 128, options.layers or LAYERS[n]) for n in options.tokens]
     ranks, repeats = options.ranks, options.repeats
     if options.quick:
-        cases, ranks, repeats = [Case(4, 16, layers=2, hidden=32)], [32, 16], min(repeats, 3)
+        cases, ranks = [Case(4, 16, layers=2, hidden=32)], [32, 16]
     results = [compare(case, ranks, repeats, options.seconds, device) for case in cases]
     times, excesses, peaks = (
         [r for rows in table for r in rows] for table in zip(*results, strict=True)
     )
-    command = shlex.join(["python", "-m", "benchmarks.vera_step", *arguments])
-    print(f"`{command}` · {machine(device)} · {time.strftime('%Y-%m-%d')}\n")
+    print(heading("vera_step", argv, device))
     print("Training step, time over peft's VeRA: median (least–greatest) of paired rounds.\n")
     header = ["step", "rank", "ours / peft's VeRA", "goal", "predicted (multiply-adds)"]
     print(markdown([*header, "LoRA's, predicted", "rounds"], times))
