@@ -1,11 +1,13 @@
-"""Counts a model's parameters and multiply-adds without running it on data."""
+"""Counts a model's parameters, multiply-adds and the memory that a backward pass needs."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
@@ -42,3 +44,22 @@ def count_macs(model: nn.Module, input_shape: Sequence[int]) -> int:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         meta_copy(torch.empty(*input_shape, device="meta"))
     return counter.get_total_flops() // 2
+
+
+@contextmanager
+def saved_for_backward(model: nn.Module) -> Iterator[dict[int, int]]:
+    """Bytes of the tensors that autograd saves inside the context, by address.
+
+    Tensors that share their storage count once, and the model's parameters do not count.
+    """
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield saved

@@ -88,16 +88,9 @@ def granularity_of(predictor: Predictor, options: argparse.Namespace, out: Path)
             "rest": rest,
         }
         (folder / "latency.json").write_text(json.dumps(table, indent=1) + "\n")
-    budget, smallest = getattr(options, given[0]), rest + sum(layer[0] for layer in costs)
-    if unit == "macs":
-        budget *= 2  # of the batch of two
-    if budget < smallest:
-        least = smallest / (2 if unit == "macs" else 1)
-        raise ValueError(
-            f"--{given[0]} {getattr(options, given[0]):,g} is below the smallest submodel's "
-            f"{least:,.6g} {unit}"
-        )
-    return mix_and_match(costs, budget - rest)
+    if unit == "macs":  # of one input; the example has two
+        costs, rest = [[one / 2 for one in layer] for layer in costs], rest / 2
+    return mix_and_match(costs, getattr(options, given[0]), rest)
 
 
 def export(predictor: Predictor, out: Path, to: str | None, granularity: Any = None) -> str:

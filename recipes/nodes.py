@@ -300,7 +300,7 @@ def finished(node: Node) -> Finished:
     """Access to a finished node's folder."""
     if not isinstance(node, Stage):
         return Finished(node.folder, node.seed)
-    arguments = node.arguments(lambda value: resolved(value, finished))
+    arguments = node.arguments(resolved)
     return Finished(node.folder, node.seed, str(node.file), node.run.preset, tuple(arguments))
 
 
@@ -316,7 +316,7 @@ def stand_in(value: Any) -> Any:
     return str((value / LAST).path) if isinstance(value, Stage) else _plain(value)
 
 
-def resolved(value: Any, finished: Callable[[Node], Finished]) -> Any:
+def resolved(value: Any) -> Any:
     """The plain value of a Stage, Artifact or Later whose nodes are finished."""
     if isinstance(value, Later):
         return value.read([finished(node) for node in value.nodes])

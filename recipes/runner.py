@@ -363,7 +363,7 @@ def task_of(node: Node, quiet: bool) -> Task:
         node.function_name,
         Measuring(
             node.seed,
-            {key: resolved(value, finished) for key, value in node.settings.items()},
+            {key: resolved(value) for key, value in node.settings.items()},
             {name: finished(one) for name, one in node.nodes.items()},
             node.folder,
         ),

@@ -21,10 +21,10 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_modules.counting import saved_for_backward
 from recipes import cli
 
 FLOP_STEPS, MEMORY_STEPS = (1, 3), (2, 4)  # steps at which each of the two is measured
@@ -149,16 +149,7 @@ class Stopwatch(L.Callback):
             self.counting.enter_context(sdpa_kernel(SDPBackend.MATH))
             self.flops = self.counting.enter_context(FlopCounterMode(display=False))
         elif self.count in MEMORY_STEPS:
-            weights = {p.untyped_storage().data_ptr() for p in pl_module.parameters()}
-            self.saved_bytes = {}
-
-            def keep(tensor: Tensor) -> Tensor:
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in weights:
-                    self.saved_bytes[storage.data_ptr()] = storage.nbytes()
-                return tensor
-
-            self.counting.enter_context(saved_tensors_hooks(keep, lambda tensor: tensor))
+            self.saved_bytes = self.counting.enter_context(saved_for_backward(pl_module))
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         """Stop counting: the forward pass has ended."""

@@ -68,17 +68,12 @@ def layer_costs(
     return [list(costs) for costs in zip(*by_granularity, strict=True)], rest
 
 
-def choose(
-    model: nn.Module, budget: float, unit: Unit = "parameters", batch: Any = None
-) -> list[int]:
-    """The Mix'n'Match granularities for a budget of the whole model.
+def choose(model: nn.Module, budget: float) -> list[int]:
+    """The Mix'n'Match granularities for a budget of parameters.
 
     Args:
         model: nested in "ffn", "heads" or both.
-        budget: the most parameters, multiply-adds or milliseconds of the full submodel, layers
-            that are not nested included.
-        unit: as for `layer_costs`.
-        batch: as for `layer_costs`.
+        budget: the most parameters of the full submodel, layers that are not nested included.
 
     Returns:
         One granularity index for each nested layer.
@@ -86,13 +81,8 @@ def choose(
     Raises:
         ValueError: if the smallest submodel exceeds the budget, or as `layer_costs`.
     """
-    costs, rest = layer_costs(model, unit, batch)
-    smallest = rest + sum(layer[0] for layer in costs)
-    if budget < smallest:
-        raise ValueError(
-            f"the budget of {budget:,.6g} {unit} is below the smallest submodel's {smallest:,.6g}"
-        )
-    return mix_and_match(costs, budget - rest)
+    costs, rest = layer_costs(model)
+    return mix_and_match(costs, budget, rest)
 
 
 def _parameters(layer: NestedLayer) -> tuple[int, int]:

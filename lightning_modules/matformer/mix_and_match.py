@@ -13,12 +13,13 @@ Order = Literal["increase", "decrease", "increase-decrease", "decrease-increase"
 ORDERS: tuple[Order, ...] = get_args(Order)
 
 
-def check_budget(costs: Costs, budget: float) -> None:
+def check_budget(costs: Costs, budget: float, rest: float = 0) -> None:
     """Refuse a budget that is below the smallest submodel's cost.
 
     Args:
         costs: ``costs[layer][granularity]``, smallest granularity first.
-        budget: Cost allowed for all layers together, in the same unit.
+        budget: Cost allowed for all layers and the rest together, in the same unit.
+        rest: Cost of everything outside the layers.
 
     Raises:
         ValueError: If there is no layer, the layers do not have equally many granularities, or the
@@ -31,15 +32,15 @@ def check_budget(costs: Costs, budget: float) -> None:
             f"costs has {[len(layer) for layer in costs]} entries in its layers; give each layer "
             "one for each granularity."
         )
-    smallest = sum(layer[0] for layer in costs)
+    smallest = rest + sum(layer[0] for layer in costs)
     if budget < smallest:
         raise ValueError(
-            f"budget is {budget}, but the smallest submodel costs {smallest}; raise the budget to "
-            "at least that."
+            f"the budget of {budget:,} is below the smallest submodel's cost of {smallest:,}: "
+            "raise it to at least that"
         )
 
 
-def mix_and_match(costs: Costs, budget: float) -> list[int]:
+def mix_and_match(costs: Costs, budget: float, rest: float = 0) -> list[int]:
     """Choose the granularity of each layer for a budget.
 
     A configuration of least slope takes at most one step between neighbouring granularities:
@@ -53,8 +54,9 @@ def mix_and_match(costs: Costs, budget: float) -> list[int]:
     Args:
         costs: ``costs[layer][granularity]``, smallest granularity first, in any unit: parameters,
             multiply-adds, measured milliseconds (costs.py).
-        budget: Cost allowed for all layers together, in the same unit. A budget above the largest
-            submodel's cost gives the largest submodel.
+        budget: Cost allowed for all layers and the rest together, in the same unit. A budget above
+            the largest submodel's cost gives the largest submodel.
+        rest: Cost of everything outside the layers.
 
     Returns:
         The granularity index of each layer, first layer first, never decreasing.
@@ -63,7 +65,7 @@ def mix_and_match(costs: Costs, budget: float) -> list[int]:
         ValueError: If there is no layer, the layers do not have equally many granularities, or the
             smallest submodel exceeds the budget.
     """
-    check_budget(costs, budget)
+    check_budget(costs, budget, rest)
     layers, granularities = len(costs), len(costs[0])
     candidates = [
         [low] * (layers - raised) + [low + 1] * raised
@@ -73,7 +75,7 @@ def mix_and_match(costs: Costs, budget: float) -> list[int]:
     candidates.append([granularities - 1] * layers)
 
     def cost(configuration: Sequence[int]) -> float:
-        return sum(layer[index] for layer, index in zip(costs, configuration, strict=True))
+        return rest + sum(layer[index] for layer, index in zip(costs, configuration, strict=True))
 
     # measured costs need not grow with size; among equal costs the larger configuration wins
     affordable = [(cost(c), place, c) for place, c in enumerate(candidates) if cost(c) <= budget]

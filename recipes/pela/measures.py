@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset
 
 from datamodules.images import ImageData, ImageSet
 from datamodules.loading import build_loader
-from lightning_modules.counting import count_macs, count_parameters
+from lightning_modules.counting import count_macs, count_parameters, saved_for_backward
 from lightning_modules.matformer import extract, importance, nest, reorder
 from lightning_modules.pela import Classifier, Features, compress
 from lightning_modules.pela.tome import add_tome
@@ -249,14 +248,6 @@ def step_cost(module: Any, data: ImageData) -> dict[str, float]:
     module.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
     images, targets = (part.to(device()) for part in next(iter(data.train_dataloader())))
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    saved_bytes: dict[int, int] = {}  # by address, since tensors may share their storage
-
-    def record(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            saved_bytes[storage.data_ptr()] = storage.nbytes()
-        return tensor
 
     def step() -> None:
         with torch.autocast("cuda", torch.bfloat16, enabled=torch.cuda.is_available()):
@@ -267,7 +258,7 @@ def step_cost(module: Any, data: ImageData) -> dict[str, float]:
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are trying to `self.log")
-        with saved_tensors_hooks(record, lambda tensor: tensor):
+        with saved_for_backward(model) as saved_bytes:
             step()
         step()
         if torch.cuda.is_available():

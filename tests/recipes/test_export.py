@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_modules.apet import LabelWords
+from lightning_modules.counting import count_macs
 from lightning_modules.matformer import extract
 from lightning_modules.matformer.nesting import nesting_of
 from lightning_modules.vera import strip
@@ -125,6 +126,14 @@ def test_milliseconds_are_measured_and_kept(checkpoints, tmp_path):
     file = tmp_path / "file" / "m.onnx"  # a file, with the times beside it
     main([str(checkpoints["nested"]), str(file), "--to", "onnx", "--max_ms", "10000"])
     assert file.is_file() and file.with_name("latency.json").is_file()
+
+
+def test_multiply_adds_are_those_of_one_input(checkpoints, tmp_path):
+    model = Predictor(checkpoints["nested"], device="cpu").module.model
+    macs = count_macs(extract(model, "M"), (1, 3, 16, 16))
+    for budget, chosen in ((macs, [1, 1]), (macs - 1, [0, 1])):
+        main([str(checkpoints["nested"]), str(tmp_path / "out"), "--max_macs", str(budget)])
+        assert widths(checkpoints["nested"], tmp_path / "out") == chosen
 
 
 def test_an_adapter_for_peft_and_as_lora(checkpoints, tmp_path):

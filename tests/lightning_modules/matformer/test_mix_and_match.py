@@ -53,6 +53,15 @@ def test_table_5_counts_non_embedding_parameters_of_the_850m_model(millions, exp
     assert mix_and_match([ffn] * layers, exact - layers * attention) == expected
 
 
+def test_the_rest_of_the_model_counts():
+    costs = [[1, 2, 4, 8]] * 3
+    assert mix_and_match(costs, 15, rest=8) == mix_and_match(costs, 7) == [1, 1, 1]
+    with pytest.raises(
+        ValueError, match="budget of 10 is below the smallest submodel's cost of 11"
+    ):
+        mix_and_match(costs, 10, rest=8)
+
+
 def test_a_budget_above_the_largest_submodel_gives_the_largest():
     assert mix_and_match([[1, 2, 4, 8]] * 3, 10**12) == [XL] * 3
 
@@ -63,7 +72,7 @@ def test_a_budget_above_the_largest_submodel_gives_the_largest():
         ([], 9, "costs is empty"),
         ([[], []], 9, r"costs has \[0, 0\] entries"),
         ([[1, 2], [1, 2, 3]], 9, r"costs has \[2, 3\] entries in its layers"),
-        ([[3, 5]] * 4, 11, "budget is 11, but the smallest submodel costs 12"),
+        ([[3, 5]] * 4, 11, "budget of 11 is below the smallest submodel's cost of 12"),
     ],
 )
 def test_what_no_submodel_fits_is_refused(costs, budget, message):

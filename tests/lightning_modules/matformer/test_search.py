@@ -171,7 +171,7 @@ def test_evolution_beats_random_choice_over_sixteen_layers():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"budget": 5}, "budget is 5, but the smallest submodel costs 6"),
+        ({"budget": 5}, "budget of 5 is below the smallest submodel's cost of 6"),
         ({"costs": [[1, 2], [1]]}, r"costs has \[2, 1\] entries in its layers"),
         ({"population": 3}, "population is 3; use at least 4"),
     ],
