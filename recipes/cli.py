@@ -350,11 +350,11 @@ def grid(
     """
     merged = under or {}
     for text in layers(path, preset):
-        merged = lay(merged, yaml.safe_load(text) or {})
+        merged = override(merged, yaml.safe_load(text) or {})
     return merged
 
 
-def lay(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def override(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """`under` overridden by `over`: a key replaces, `key+` adds its entries to those of `key`."""
     merged = dict(under)
     for key, value in over.items():

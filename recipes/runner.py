@@ -258,7 +258,7 @@ def execute(run: Run, executor: Executor) -> None:
     """
     nodes = run.chosen()
     for node in nodes:
-        take_back(node)
+        restore_put_aside(node)
     waiting = unfinished(nodes)
     done = set(nodes).difference(waiting)
     for node in nodes:
@@ -318,7 +318,7 @@ def _failures(failed: dict[Node, str], stopped: list[Node]) -> str:
     return f"{text}. All else is finished; the same command continues."
 
 
-def take_back(node: Node) -> None:
+def restore_put_aside(node: Node) -> None:
     """Put a folder that was put aside, and has the node's settings again, back in its place."""
     if is_finished(node):
         return

@@ -114,7 +114,7 @@ def every_ratio(preset: str, *sweep: float) -> Claim:
     )
 
 
-def felt(row: str) -> Comparison:
+def perturbation_matters(row: str) -> Comparison:
     """L_rwp is felt: on average it has more than a twentieth of the norm of the gradients."""
     return Comparison(
         "share_perturbation", row, threshold=0.05, where=MAIN, scale=100, unit="%",
@@ -159,7 +159,7 @@ CLAIMS = [
         "Table 7",
         "not at hand",
         accuracy("rwp", "control"),
-        [*GATE, felt("rwp")],
+        [*GATE, perturbation_matters("rwp")],
     ),
     Claim(
         "both losses",
@@ -168,7 +168,7 @@ CLAIMS = [
         "Table 7",
         "not at hand",
         [accuracy("both", "fd"), accuracy("both", "rwp")],
-        [*GATE, felt("both")],
+        [*GATE, perturbation_matters("both")],
     ),
     *(
         Claim(

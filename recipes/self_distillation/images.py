@@ -44,7 +44,7 @@ from recipes.messages import console
 from recipes.runner import run_experiment
 from recipes.self_distillation.chains import declare, options
 from recipes.self_distillation.report import PaperTables, report
-from recipes.self_distillation.shared_claims import POINTS, gates, near, over
+from recipes.self_distillation.shared_claims import POINTS, beats, gap_and_distance, gates
 
 PAPER: PaperTables = {
     "Table 1, accuracy, %, mean ± standard deviation of 5 runs": (
@@ -138,7 +138,7 @@ def few_examples(count: int, preset: str) -> Claim:
 
 GATES = gates("accuracy")
 CLAIMS = [
-    *over(
+    *beats(
         "accuracy",
         "Table 1",
         {
@@ -149,7 +149,7 @@ CLAIMS = [
             "r3f": "CUB 58.06 ± 0.90 against 55.91 ± 0.79",
         },
     ),
-    *over("accuracy", "Table 5", {"supcon": "X-ray 79.68 against 75.30"}),
+    *beats("accuracy", "Table 5", {"supcon": "X-ray 79.68 against 75.30"}),
     Claim(
         name="SupCon",
         paper="self-distillation",
@@ -159,7 +159,7 @@ CLAIMS = [
         test=Comparison("accuracy", "finetune", "supcon", **POINTS),
         gate=GATES,
     ),
-    *over(
+    *beats(
         "accuracy",
         "Table 3",
         {
@@ -194,7 +194,7 @@ CLAIMS = [
         )
         for weight, score in (("0.5", "57.76"), ("0.3", "58.21"), ("0.1", "57.76"))
     ),
-    *near(GATES),
+    *gap_and_distance(GATES),
     *by_steps(100, 3200, "small_steps"),
     *by_steps(5000, 60000, "steps"),
     few_examples(100, "small_sizes"),

@@ -43,8 +43,8 @@ def score(m: Measuring) -> Iterator[Row]:
     """
     s, tuned = m.settings, m.stages["finetuning"]
     data = tuned.datamodule()
-    checkpoint = scored(tuned, s["select"])
-    scores = tested(tuned, checkpoint, parts(data, s["select"] == "best"))
+    checkpoint = checkpoint_of(tuned, s["select"])
+    scores = scores_of_parts(tuned, checkpoint, parts(data, s["select"] == "best"))
 
     def row(metric: str, value: float | None, name: str = s["row"], x: float | None = None) -> Row:
         return Row(name, metric, value, s["set"], x)
@@ -84,8 +84,9 @@ def falls(m: Measuring) -> Iterator[Row]:
     """
     s, original_weights = m.settings, original_encoder(m)
     distances = {
-        made: distance(encoder(scored(m.stages[row], s["select"]), s["kind"]), original_weights)
+        made: distance(encoder(checkpoint, s["kind"]), original_weights)
         for row, made in s["rounds"].items()
+        for checkpoint in [checkpoint_of(m.stages[row], s["select"])]
     }
     for made in sorted(set(distances) - {0}):
         if made - 1 in distances:
@@ -93,12 +94,12 @@ def falls(m: Measuring) -> Iterator[Row]:
             yield Row("after fine-tuning", "distance_fall", value, s["set"], made)
 
 
-def scored(tuned: Finished, select: str) -> Path:
+def checkpoint_of(tuned: Finished, select: str) -> Path:
     """The checkpoint of a fine-tuning that is scored, the "last" or the "best"."""
     return tuned.best if select == "best" else tuned.checkpoint
 
 
-def tested(
+def scores_of_parts(
     tuned: Finished, checkpoint: Path, loaders: dict[str, DataLoader]
 ) -> dict[str, dict[str, float]]:
     """Loss, accuracy, F1 and the number of classes predicted, on each part."""

@@ -43,7 +43,7 @@ def gates(metric: str) -> list[Comparison]:
     ]  # fmt: skip
 
 
-def over(metric: str, where: str, numbers: Mapping[str, str]) -> list[Claim]:
+def beats(metric: str, where: str, numbers: Mapping[str, str]) -> list[Claim]:
     """Claims that self-distillation beats each row of `numbers`, which has the paper's figures."""
     return [
         Claim(
@@ -59,7 +59,7 @@ def over(metric: str, where: str, numbers: Mapping[str, str]) -> list[Claim]:
     ]
 
 
-def near(gate: Sequence[Comparison]) -> list[Claim]:
+def gap_and_distance(gate: Sequence[Comparison]) -> list[Claim]:
     """Claims on the generalisation gap and on the distances from the initial weights."""
     return [
         Claim(

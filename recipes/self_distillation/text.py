@@ -44,7 +44,7 @@ from recipes.messages import console
 from recipes.runner import run_experiment
 from recipes.self_distillation.chains import declare, options
 from recipes.self_distillation.report import PaperTables, report
-from recipes.self_distillation.shared_claims import POINTS, gates, near, over
+from recipes.self_distillation.shared_claims import POINTS, beats, gap_and_distance, gates
 
 PAPER: PaperTables = {
     "Table 2, F1 (micro for ChemProt, else macro), %, mean ± standard deviation of 5 runs": (
@@ -78,7 +78,7 @@ print(data.class_names[model(dict(data.tokenizer(["a new text"], **options))).ar
 
 GATES = gates("score")  # each set's own metric, as Table 2 has it
 CLAIMS = [
-    *over(
+    *beats(
         "score",
         "Table 2",
         {
@@ -98,7 +98,7 @@ CLAIMS = [
         test=Comparison("score", "further", "finetune", **POINTS),
         gate=GATES[0],
     ),
-    *over(
+    *beats(
         "score",
         "Table 3",
         {
@@ -109,7 +109,7 @@ CLAIMS = [
             "weights_mars": "SciERC 81.79 against 80.95",
         },
     ),
-    *near(GATES),
+    *gap_and_distance(GATES),
 ]
 
 
