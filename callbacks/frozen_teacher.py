@@ -21,7 +21,11 @@ class FrozenTeacher(L.Callback):
     """
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Build, freeze and attach the teacher."""
+        """Build, freeze and attach the teacher.
+
+        Raises:
+            ValueError: if the module cannot build a teacher.
+        """
         build: Any = getattr(pl_module, "build_teacher", None)
         if build is None:
             raise ValueError(

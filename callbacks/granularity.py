@@ -37,7 +37,11 @@ class GranularitySampling(L.Callback):
         self.seed = seed
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Check the probabilities against the model."""
+        """Check the probabilities against the model.
+
+        Raises:
+            ValueError: if there is not one probability for each granularity.
+        """
         names = nesting_of(pl_module.model).names  # type: ignore[arg-type]
         p = self.probabilities
         if p is not None and (len(p) != len(names) or min(p) < 0 or abs(sum(p) - 1) > 1e-6):

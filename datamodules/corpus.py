@@ -69,6 +69,9 @@ class CorpusData(PartsData):
         cache: folder for token files and trained tokenizers.
         batch_size: blocks per device and training step.
         **kwargs: see `PartsData`.
+
+    Raises:
+        ValueError: for settings out of range, or files that `source` does not take.
     """
 
     def __init__(

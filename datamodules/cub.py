@@ -73,14 +73,22 @@ class CUBData(ImageData):
 
 
 def is_one(text: str) -> bool:
-    """Reads 0 or 1."""
+    """Reads 0 or 1.
+
+    Raises:
+        ValueError: for any other text.
+    """
     if text not in ("0", "1"):
         raise ValueError(f"{text!r} is neither 0 nor 1")
     return text == "1"
 
 
 def parse_box(text: str) -> Box:
-    """Reads "x y width height"."""
+    """Reads "x y width height".
+
+    Raises:
+        ValueError: if these are not four numbers, or the box is empty.
+    """
     x, y, width, height = map(float, text.split())
     if width < 1 or height < 1:
         raise ValueError(f"a box of {width} × {height} pixels is empty")

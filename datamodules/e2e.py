@@ -48,6 +48,9 @@ class E2EData(PromptedData):
         max_length: see `TokenizedData`.
         batch_size: see `TokenizedData`.
         **kwargs: see `PromptedData`.
+
+    Raises:
+        ValueError: for another format of generated data.
     """
 
     # LoRA's pipeline (arXiv 2106.09685, Appendix D), which VeRA (arXiv 2310.11454) follows

@@ -185,7 +185,11 @@ class GLUEData(SentenceData):
 
 
 def find_task(name: str) -> Task:
-    """The task of this name, whatever the case. Raises ValueError if there is none."""
+    """The task of this name, whatever the case.
+
+    Raises:
+        ValueError: if there is none.
+    """
     for known, task in TASKS.items():
         if known.lower() == name.lower():
             return task

@@ -143,6 +143,9 @@ class ImageData(PartsData):
             that `per_class` left out, so that settings are not chosen on the test part.
         val_fraction: share of each class's training images that is held out for validation if the
             data have no validation part; 0 validates on the test part.
+
+    Raises:
+        ValueError: for settings out of range, or `val_per_class` without `per_class`.
     """
 
     def __init__(
@@ -368,6 +371,9 @@ class ImageData(PartsData):
 
         Mixing has a seed of its own, made of (seed, number of batches, rank), since Lightning calls
         this before any callback could seed the batch.
+
+        Raises:
+            ValueError: if mixup is to mix an odd number of images.
         """
         if self.trainer is None or not self.trainer.training:
             return batch

@@ -206,6 +206,9 @@ def write_instructions(folder: str | Path, count: int = 256, seed: int = 0) -> P
 
     Returns:
         The file.
+
+    Raises:
+        ValueError: for more examples than there are.
     """
     every: list[tuple[str, str, str]] = []
     for noun in _NOUNS:

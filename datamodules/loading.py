@@ -52,6 +52,9 @@ class SeededSampler(DistributedSampler[Draw]):
 
     Attributes:
         start: number of this rank's draws that the next pass skips at its beginning.
+
+    Raises:
+        ValueError: for repeats below 1.
     """
 
     def __init__(

@@ -13,7 +13,11 @@ csv.field_size_limit(2**31 - 1)  # characters of a cell; Python's default is 131
 
 
 def read_class(text: str, classes: Mapping[str, int], place: str) -> int:
-    """The number of the class with this name. Raises ValueError with the place if none has it."""
+    """The number of the class with this name.
+
+    Raises:
+        ValueError: with the place, if none has it.
+    """
     if text not in classes:
         raise ValueError(
             f"{place}: the label is {text!r}, expected one of {', '.join(map(repr, classes))}: "
@@ -23,7 +27,11 @@ def read_class(text: str, classes: Mapping[str, int], place: str) -> int:
 
 
 def read_score(text: str, place: str) -> float:
-    """`text` as a finite number. Raises ValueError with the place if it is none."""
+    """`text` as a finite number.
+
+    Raises:
+        ValueError: with the place, if it is none.
+    """
     try:
         number = float(text)
     except ValueError:
@@ -59,7 +67,11 @@ def open_lines(path: str | Path) -> list[str]:
 
 
 def parse_json(text: str, place: str) -> Any:
-    """The content of a JSON text. Raises ValueError with the place if it is no JSON."""
+    """The content of a JSON text.
+
+    Raises:
+        ValueError: with the place, if it is no JSON.
+    """
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:

@@ -96,6 +96,9 @@ class TokenizedData(PartsData):
         seed: seed of order, splits and selection.
         limit: keep at most this many training examples, drawn by `seed`.
         eval_limit: keep at most this many validation and test examples, drawn by `seed`.
+
+    Raises:
+        ValueError: for a limit below 1.
     """
 
     def __init__(
@@ -280,6 +283,9 @@ class TextData(SentenceData):
         regress: whether labels are numbers to predict, not classes.
         val_fraction: share of the training file for validation, see `val`.
         **kwargs: see `TokenizedData`.
+
+    Raises:
+        ValueError: if `val_fraction` is not between 0 and 1.
     """
 
     def __init__(

@@ -68,6 +68,9 @@ class TextToTextData(PromptedData):
             instead of the val file, which then serves as test only (NQ-Open has no test file); an
             input's answers stay together. 0 holds nothing out.
         **kwargs: see `PromptedData`.
+
+    Raises:
+        ValueError: for files that the form or the source does not take.
     """
 
     def __init__(

@@ -122,6 +122,9 @@ class Run:
             keys: the settings, such as "model.lr".
             mode: "max" or "min".
             at_end: whether the last or the best value of each trial counts, see `best_of`.
+
+        Raises:
+            ValueError: when the value is read, if a trial has not logged the metric.
         """
 
         def reader(key: str) -> Callable[[list[Finished]], Any]:

@@ -154,7 +154,11 @@ def is_export(folder: Path) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Export the checkpoint that a command line names."""
+    """Export the checkpoint that a command line names.
+
+    Raises:
+        ValueError: if the name or the content of OUT does not fit what is written.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m recipes export",
         description=__doc__,

@@ -85,7 +85,11 @@ class Node:
         return nodes_in(self.values())
 
     def reads(self) -> list["Node"]:
-        """Those of them whose files it reads; of the others it needs values alone."""
+        """The nodes whose files it reads, such as a checkpoint that it starts from.
+
+        A node behind a `Later` is not among them: of its results one value is enough, which its
+        logs or rows have, so that its checkpoint may be missing (see recipes/archive.py).
+        """
         return nodes_in(self.values(), later=False)
 
     @cached_property

@@ -258,7 +258,11 @@ def files(path: str, preset: str, overrides: Sequence[str], verify: bool = False
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the plan of the stage that a command line names."""
+    """Print the plan of the stage that a command line names.
+
+    Raises:
+        ValueError: if files that the stage reads are missing.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m recipes plan",
         description=__doc__,

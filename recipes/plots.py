@@ -116,7 +116,13 @@ def ranking(
 
 
 def _costs(table: pd.DataFrame, row: str, costs: Mapping[str, str]) -> str:
-    """Such as " · 8.3 M parameters"."""
+    """What follows a row's title on the axis: its mean costs, such as " · 8.3 M parameters".
+
+    Args:
+        table: tidy.
+        row: the row.
+        costs: unit of each metric to show, such as {"parameters": "parameters"}.
+    """
     text = ""
     for metric, unit in costs.items():
         if len(values := by_seed(table, metric, {"row": row})):

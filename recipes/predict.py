@@ -370,7 +370,11 @@ def number(text: str) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Predict for the inputs that a command line names."""
+    """Predict for the inputs that a command line names.
+
+    Raises:
+        ValueError: for a number below 1, or if no picture can be read.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m recipes predict",
         description=__doc__,

@@ -160,7 +160,11 @@ def flattened(content: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def at(settings: jsonargparse.Namespace, key: str) -> Any:
-    """The value of a setting, such as model.lr."""
+    """The value of a setting, such as model.lr.
+
+    Raises:
+        ValueError: if the stage has no such setting.
+    """
     flat = flattened(settings.as_dict())
     if key_of(key) not in flat:
         raise ValueError(f"{key} is no setting of the stage")

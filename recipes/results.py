@@ -119,7 +119,11 @@ def _typed(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def select(table: pd.DataFrame, where: Where) -> pd.DataFrame:
-    """The lines with these values; None selects empty ones: with {"x": None}, no curve points."""
+    """The lines with these values; None selects empty ones: with {"x": None}, no curve points.
+
+    Raises:
+        ValueError: for a column that the table does not have.
+    """
     for name, wanted in where.items():
         if name not in COLUMNS:
             raise ValueError(f"the table has no column {name!r}: expected one of {COLUMNS}")

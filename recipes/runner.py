@@ -96,7 +96,11 @@ def run_experiment(experiment: Experiment, argv: list[str] | None = None) -> Run
 
 
 def command_line(experiment: Experiment, argv: list[str] | None = None) -> Run:
-    """Parse a command line into a run."""
+    """Parse a command line into a run.
+
+    Raises:
+        ValueError: for an unknown preset, a number below 1, or flags that exclude each other.
+    """
     main_file = experiment.folder / f"{experiment.config}.yaml"
     known = cli.presets(main_file)
     settings_help = ""

@@ -20,7 +20,11 @@ RECORDS = {
 
 
 def check_plain(model: nn.Module, heads: Sequence[str]) -> None:
-    """Refuse a model whose layers a method has changed, and heads that the model does not have."""
+    """Refuse a model whose layers a method has changed, and heads that the model does not have.
+
+    Raises:
+        ValueError: naming what is changed, or the head that is missing.
+    """
     for record, cure in RECORDS.items():
         if hasattr(model, record):
             raise ValueError(
@@ -47,7 +51,11 @@ def check_heads(model: nn.Module, heads: Sequence[str]) -> None:
 
 
 def check_placement(model: nn.Module, placement: Placement, seed: int) -> None:
-    """Refuse a placement that does not fit a plain model."""
+    """Refuse a placement that does not fit a plain model.
+
+    Raises:
+        ValueError: naming the first layer or parameter that does not fit.
+    """
     check_seed(seed)
     modules: dict[str, Any] = dict(model.named_modules())
     parameters = dict(model.named_parameters())

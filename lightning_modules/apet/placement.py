@@ -101,7 +101,11 @@ def body_parameters(model: nn.Module, heads: Sequence[str] = ()) -> dict[str, nn
 
 
 def check_seed(seed: int) -> None:
-    """Refuse a seed that numpy's RandomState does not take."""
+    """Refuse a seed that numpy's RandomState does not take.
+
+    Raises:
+        ValueError: if it is no whole number from 0 to 2³² − 1.
+    """
     if type(seed) is not int or not 0 <= seed < 2**32:
         raise ValueError(f"seed {seed!r} is no whole number from 0 to 2**32 - 1: give one")
 

@@ -105,7 +105,12 @@ class MatLM(ElasticModule):
         self.teacher: Any = None
 
     def configure_model(self) -> None:
-        """Build the model once, on the process's device, and shard it where the strategy asks."""
+        """Build the model once, on the process's device, and shard it where the strategy asks.
+
+        Raises:
+            ValueError: if the data's windows are longer than the model's context, or weights do not
+                fit.
+        """
         if self.model is not None:
             return
         h = self.settings

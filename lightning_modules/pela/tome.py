@@ -105,11 +105,12 @@ def matching_tokens(dense: nn.Module, target: float, side: int) -> int:
     """
 
     def minus_macs(r: int) -> int:
-        """It grows with r, up to where every block merges all that it can."""
+        """Multiply-adds with r, negated: `bisect` needs values that grow with r."""
         return -count_macs(add_tome(copy.deepcopy(dense), r), (1, 3, side, side))
 
     patches: Any = dense.patch_embed
     most = patches.num_patches // 2
+    # from some r on every block merges half of its tokens, and more saves nothing
     enough = min(-target, minus_macs(most))
     return bisect.bisect_left(range(most), enough, key=minus_macs)
 

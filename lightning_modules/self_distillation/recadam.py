@@ -67,7 +67,11 @@ class RecAdam(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, with the current values of its parameters as θ*."""
+        """Add a group, with the current values of its parameters as θ*.
+
+        Raises:
+            ValueError: for settings out of range.
+        """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for name in ("lr", "eps", "weight_decay", "anneal_k", "pretrain_cof"):

@@ -378,6 +378,9 @@ def independent(run: Run, seed: int, name: str, index: int, scale: float = 1.0) 
         name: of the stage.
         index: of the size in S, M, L, XL.
         scale: factor on the hidden size, for the scaling law.
+
+    Raises:
+        ValueError: if model.fractions does not have one number for each size.
     """
 
     def model_args(c: Any) -> dict[str, Any]:

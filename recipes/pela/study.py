@@ -446,7 +446,16 @@ def read_batch(finished: Any) -> int:
 def _merged_tokens(
     architecture: str, model_args: str, skip: tuple[str, ...], side: int, ratio: float
 ) -> int:
-    """See `Study.merged_tokens`; the model's arguments are JSON."""
+    """The smallest r with which ToMe takes at most low rank's multiply-adds, for one model.
+
+    Args:
+        architecture: timm name.
+        model_args: of the architecture, as JSON, because arguments of a cached function must be
+            hashable.
+        skip: layers that stay dense in the low-rank model.
+        side: of the images, in pixels.
+        ratio: κ of the low-rank model.
+    """
     with torch.device("meta"):
         dense, low_rank = (build_vision(architecture, 10, json.loads(model_args)) for _ in range(2))
     target = measures.size(factorize(low_rank, ratio, skip), side)["macs"]
