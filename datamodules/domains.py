@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from datamodules.loading import data_folder, require_choice
-from datamodules.tables import open_lines, read_class
+from datamodules.tables import json_lines, open_lines, read_class
 from datamodules.text import Example, SentenceData
 
 Source = Literal["folder", "generated"]
@@ -101,15 +101,11 @@ def read_domain(folder: str | Path, part: str) -> list[tuple[str, str, str]]:
         ]
     path = folder / ("dev.txt" if part == "val" else f"{part}.txt")
     rows = []
-    for number, line in enumerate(open_lines(path), start=1):
+    for number, entry in json_lines(path):
         place = f"{path}, line {number}"
-        try:
-            found = json.loads(line)
-            rows.append((str(found["text"]), str(found["label"]), place))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{place}: this is no JSON object with text and label ({error!r}): repair the line."
-            ) from error
+        if not isinstance(entry, dict) or not {"text", "label"} <= entry.keys():
+            raise ValueError(f"{place}: this is no object with text and label: repair the line.")
+        rows.append((str(entry["text"]), str(entry["label"]), place))
     return rows
 
 

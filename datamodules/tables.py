@@ -136,7 +136,8 @@ def read_table(path: str | Path, columns: Sequence[str]) -> list[tuple[int, dict
             _require(columns, found, f"{path}, line {number}")
             rows.append((number, {name: _as_text(value) for name, value in found.items()}))
         return rows
-    header, lines = table_columns(path), open_lines(path)
+    lines = open_lines(path)
+    header = _header(path, lines[0])
     if suffix == ".txt" and all(_is_object(line) for line in lines[:3]):
         raise ValueError(
             f"{path} holds JSON objects, expected a sentence on each line of a .txt: let its name "
@@ -189,7 +190,12 @@ def table_columns(path: str | Path) -> list[str]:
         FileNotFoundError: there is no such file.
         ValueError: the ending is none of csv, tsv, jsonl and txt.
     """
-    suffix, first = Path(path).suffix.lower(), open_lines(path)[0]
+    return _header(path, open_lines(path)[0])
+
+
+def _header(path: str | Path, first: str) -> list[str]:
+    """The names of the columns of a table whose first line is this."""
+    suffix = Path(path).suffix.lower()
     if suffix == ".jsonl":
         try:
             found = json.loads(first)

@@ -52,7 +52,7 @@ def test_a_label_that_is_not_in_training(tmp_path):
 @pytest.mark.parametrize("line", ["{", "3", '{"text": "a"}'])
 def test_a_line_that_is_none(line, tmp_path):
     (tmp_path / "train.txt").write_text(line + "\n")
-    with pytest.raises(ValueError, match="train.txt, line 1: this is no JSON object with text and"):
+    with pytest.raises(ValueError, match="train.txt, line 1: this is no (JSON|object)"):
         read_domain(tmp_path, "train")
 
 
