@@ -21,6 +21,7 @@ recipes/albef/use.py applies the trained models to your own pictures.
 
 import functools
 import json
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -419,11 +420,7 @@ EXPERIMENT = Experiment(
     measured_on={"small": "an ALBEF pre-trained here on Flickr8k, and retrieval there"},
 )
 
-
-def main(argv: list[str] | None = None) -> Any:
-    """Run the experiment."""
-    return run_experiment(EXPERIMENT, argv)
-
+main = partial(run_experiment, EXPERIMENT)
 
 if __name__ == "__main__":
     console(main)

@@ -21,6 +21,7 @@ Full fine-tuning has trials of its own, as many as each count has.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -263,11 +264,7 @@ EXPERIMENT = Experiment(
     measured_on=MEASURED_ON,
 )  # fmt: skip
 
-
-def main(argv: list[str] | None = None) -> Run:
-    """Run the experiment."""
-    return run_experiment(EXPERIMENT, argv)
-
+main = partial(run_experiment, EXPERIMENT)
 
 if __name__ == "__main__":
     console(main)

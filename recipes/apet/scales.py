@@ -12,6 +12,7 @@ included.
 
 import statistics
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import pandas as pd
 
@@ -182,11 +183,7 @@ EXPERIMENT = Experiment(
     measured_on={**MEASURED_ON, "small_widths": WIDTHS_ON},
 )  # fmt: skip
 
-
-def main(argv: list[str] | None = None) -> Run:
-    """Run the experiment."""
-    return run_experiment(EXPERIMENT, argv)
-
+main = partial(run_experiment, EXPERIMENT)
 
 if __name__ == "__main__":
     console(main)

@@ -14,6 +14,7 @@ error of the target's test part, the one-sided 95 % bound.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import pandas as pd
 
@@ -136,11 +137,7 @@ EXPERIMENT = Experiment(
     measured_on={"small": "MiniLM (22.7M parameters), RTE and MRPC"},
 )  # fmt: skip
 
-
-def main(argv: list[str] | None = None) -> Run:
-    """Run the experiment."""
-    return run_experiment(EXPERIMENT, argv)
-
+main = partial(run_experiment, EXPERIMENT)
 
 if __name__ == "__main__":
     console(main)

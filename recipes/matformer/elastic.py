@@ -15,6 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -316,11 +317,7 @@ EXPERIMENT = Experiment(
     measured_on={"small": "SmolLM2-135M-Instruct (from 4 bits), wikitext2"},
 )  # fmt: skip
 
-
-def main(argv: list[str] | None = None) -> Run:
-    """Run the experiment."""
-    return run_experiment(EXPERIMENT, argv)
-
+main = partial(run_experiment, EXPERIMENT)
 
 if __name__ == "__main__":
     console(main)

@@ -14,6 +14,7 @@ nested model's epochs, as in recipes.matformer.matvit.
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 import pandas as pd
 from safetensors.torch import save_file
@@ -150,11 +151,7 @@ EXPERIMENT = Experiment(
     "matformer.finetune_grid", __file__, "finetune", __doc__ or "", declare, report
 )
 
-
-def main(argv: list[str] | None = None) -> Run:
-    """Run the experiment."""
-    return run_experiment(EXPERIMENT, argv)
-
+main = partial(run_experiment, EXPERIMENT)
 
 if __name__ == "__main__":
     console(main)

@@ -10,6 +10,7 @@ that experiment has not been run.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -90,11 +91,7 @@ EXPERIMENT = Experiment(
     measured_on=matvit.MEASURED_ON,
 )  # fmt: skip
 
-
-def main(argv: list[str] | None = None) -> Run:
-    """Run the experiment."""
-    return run_experiment(EXPERIMENT, argv)
-
+main = partial(run_experiment, EXPERIMENT)
 
 if __name__ == "__main__":
     console(main)

@@ -14,6 +14,7 @@ other orders, with search and with layers of S and XL only, and fits the scaling
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -573,11 +574,7 @@ EXPERIMENT = Experiment(
     measured_on={"small": "decoders below a million parameters, bytes of installed Python source"},
 )  # fmt: skip
 
-
-def main(argv: list[str] | None = None) -> Run:
-    """Run the experiment."""
-    return run_experiment(EXPERIMENT, argv)
-
+main = partial(run_experiment, EXPERIMENT)
 
 if __name__ == "__main__":
     console(main)

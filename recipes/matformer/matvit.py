@@ -18,6 +18,7 @@ random weights. matvit_grid.yaml lists the learning rates that each training cho
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -543,11 +544,7 @@ EXPERIMENT = Experiment(
     measured_on=MEASURED_ON,
 )  # fmt: skip
 
-
-def main(argv: list[str] | None = None) -> Run:
-    """Run the experiment."""
-    return run_experiment(EXPERIMENT, argv)
-
+main = partial(run_experiment, EXPERIMENT)
 
 if __name__ == "__main__":
     console(main)

@@ -10,6 +10,7 @@ experiment has not been run.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import pandas as pd
 
@@ -149,11 +150,7 @@ EXPERIMENT = Experiment(
     measured_on=matvit.MEASURED_ON,
 )  # fmt: skip
 
-
-def main(argv: list[str] | None = None) -> Run:
-    """Run the experiment."""
-    return run_experiment(EXPERIMENT, argv)
-
+main = partial(run_experiment, EXPERIMENT)
 
 if __name__ == "__main__":
     console(main)

@@ -12,6 +12,7 @@ here if that experiment has not been run.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import pandas as pd
 import torch
@@ -240,11 +241,7 @@ EXPERIMENT = Experiment(
     measured_on=matvit.MEASURED_ON,
 )  # fmt: skip
 
-
-def main(argv: list[str] | None = None) -> Run:
-    """Run the experiment."""
-    return run_experiment(EXPERIMENT, argv)
-
+main = partial(run_experiment, EXPERIMENT)
 
 if __name__ == "__main__":
     console(main)

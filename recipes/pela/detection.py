@@ -14,7 +14,8 @@ weights come from the stage's YAML, or from --model.init_from.
 There is no preset `small`, since COCO was not available.
 """
 
-from recipes.experiment import Run
+from functools import partial
+
 from recipes.messages import console
 from recipes.pela.downstream import Task, claims, experiment
 from recipes.runner import run_experiment
@@ -31,11 +32,7 @@ TASK = Task(
 CLAIMS = claims(TASK, "COCO, Mask and Cascade R-CNN on Swin-Base", "18 % fewer")
 EXPERIMENT = experiment(TASK, __file__, __doc__ or "")
 
-
-def main(argv: list[str] | None = None) -> Run:
-    """Run the experiment."""
-    return run_experiment(EXPERIMENT, argv)
-
+main = partial(run_experiment, EXPERIMENT)
 
 if __name__ == "__main__":
     console(main)

@@ -14,6 +14,7 @@ import copy
 import math
 from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -305,11 +306,7 @@ EXPERIMENT = Experiment(
     measured_on={"small": "SmolLM2-135M-Instruct (from 4 bits), wikitext2"},
 )  # fmt: skip
 
-
-def main(argv: list[str] | None = None) -> Run:
-    """Run the experiment."""
-    return run_experiment(EXPERIMENT, argv)
-
+main = partial(run_experiment, EXPERIMENT)
 
 if __name__ == "__main__":
     console(main)

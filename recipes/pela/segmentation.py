@@ -12,8 +12,9 @@ weights come from the stage's YAML, or from --model.init_from.
 There is no preset `small`, since ADE20K was not available.
 """
 
+from functools import partial
+
 from recipes.claims import Claim, Comparison
-from recipes.experiment import Run
 from recipes.messages import console
 from recipes.pela.downstream import Task, claims, experiment
 from recipes.runner import run_experiment
@@ -40,11 +41,7 @@ CLAIMS = [
 ]
 EXPERIMENT = experiment(TASK, __file__, __doc__ or "")
 
-
-def main(argv: list[str] | None = None) -> Run:
-    """Run the experiment."""
-    return run_experiment(EXPERIMENT, argv)
-
+main = partial(run_experiment, EXPERIMENT)
 
 if __name__ == "__main__":
     console(main)

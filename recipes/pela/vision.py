@@ -13,6 +13,8 @@ vision_grid.yaml lists the settings that the trials of each row choose from.
     python -m recipes.pela.vision --preset paper --data.root /data     /data/imagenet, DeiT and Swin
 """
 
+from functools import partial
+
 import pandas as pd
 
 from recipes.claims import Claim, Comparison
@@ -458,11 +460,7 @@ EXPERIMENT = Experiment(
     },
 )  # fmt: skip
 
-
-def main(argv: list[str] | None = None) -> Run:
-    """Run the experiment."""
-    return run_experiment(EXPERIMENT, argv)
-
+main = partial(run_experiment, EXPERIMENT)
 
 if __name__ == "__main__":
     console(main)

@@ -34,7 +34,7 @@ one that begins with --finetune for fine-tuning only. Without a network:
 """
 
 import functools
-from typing import Any
+from functools import partial
 
 import pandas as pd
 
@@ -222,11 +222,7 @@ EXPERIMENT = Experiment(
     },
 )
 
-
-def main(argv: list[str] | None = None) -> Any:
-    """Run the experiment."""
-    return run_experiment(EXPERIMENT, argv)
-
+main = partial(run_experiment, EXPERIMENT)
 
 if __name__ == "__main__":
     console(main)

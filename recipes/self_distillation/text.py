@@ -34,7 +34,7 @@ adaptations only, one that begins with --finetune for fine-tuning only.
 """
 
 import functools
-from typing import Any
+from functools import partial
 
 import pandas as pd
 
@@ -129,11 +129,7 @@ EXPERIMENT = Experiment(
     measured_on={"small": "MiniLM (22.7M parameters), {sets}"},
 )
 
-
-def main(argv: list[str] | None = None) -> Any:
-    """Run the experiment."""
-    return run_experiment(EXPERIMENT, argv)
-
+main = partial(run_experiment, EXPERIMENT)
 
 if __name__ == "__main__":
     console(main)

@@ -12,6 +12,7 @@ bound. The distance itself need not fall with every round; the report counts whe
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -241,11 +242,7 @@ EXPERIMENT = Experiment(
     measured_on={"paper": "200 random linear problems"},
 )
 
-
-def main(argv: list[str] | None = None) -> Any:
-    """Run the experiment."""
-    return run_experiment(EXPERIMENT, argv)
-
+main = partial(run_experiment, EXPERIMENT)
 
 if __name__ == "__main__":
     console(main)

@@ -14,6 +14,7 @@ of glue.yaml.
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -439,11 +440,7 @@ EXPERIMENT = Experiment(
     measured_on={"small": "MiniLM (22.7M parameters), {sets}"},
 )  # fmt: skip
 
-
-def main(argv: list[str] | None = None) -> Run:
-    """Run the experiment."""
-    return run_experiment(EXPERIMENT, argv)
-
+main = partial(run_experiment, EXPERIMENT)
 
 if __name__ == "__main__":
     console(main)

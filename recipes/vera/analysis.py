@@ -13,6 +13,7 @@ with equal numbers of parameters).
 
 import statistics
 from collections.abc import Iterator
+from functools import partial
 
 import pandas as pd
 import torch
@@ -252,11 +253,7 @@ EXPERIMENT = Experiment(
     measured_on={"small": "MiniLM (22.7M parameters), SST-2"},
 )  # fmt: skip
 
-
-def main(argv: list[str] | None = None) -> Run:
-    """Run the experiment."""
-    return run_experiment(EXPERIMENT, argv)
-
+main = partial(run_experiment, EXPERIMENT)
 
 if __name__ == "__main__":
     console(main)

@@ -12,6 +12,7 @@ the loss on the development part, with as many trials for every method.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -195,11 +196,7 @@ EXPERIMENT = Experiment(
     measured_on={"small": "SmolLM2-135M-Instruct (from 4 bits), E2E"},
 )  # fmt: skip
 
-
-def main(argv: list[str] | None = None) -> Run:
-    """Run the experiment."""
-    return run_experiment(EXPERIMENT, argv)
-
+main = partial(run_experiment, EXPERIMENT)
 
 if __name__ == "__main__":
     console(main)

@@ -17,6 +17,7 @@ Your own sentences: `python -m recipes fit -c recipes/vera/text.yaml --data.trai
 
 import statistics
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -206,11 +207,7 @@ EXPERIMENT = Experiment(
     measured_on={"small": "MiniLM (22.7M parameters), {sets}"},
 )  # fmt: skip
 
-
-def main(argv: list[str] | None = None) -> Run:
-    """Run the experiment."""
-    return run_experiment(EXPERIMENT, argv)
-
+main = partial(run_experiment, EXPERIMENT)
 
 if __name__ == "__main__":
     console(main)

@@ -14,6 +14,7 @@ the hub's, one of `make weights`, or at `tiny` one that is trained first.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import pandas as pd
 
@@ -138,11 +139,7 @@ EXPERIMENT = Experiment(
     measured_on={"small": "the first nine blocks of DINOv2's ViT-S/14, {sets}"},
 )  # fmt: skip
 
-
-def main(argv: list[str] | None = None) -> Run:
-    """Run the experiment."""
-    return run_experiment(EXPERIMENT, argv)
-
+main = partial(run_experiment, EXPERIMENT)
 
 if __name__ == "__main__":
     console(main)

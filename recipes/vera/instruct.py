@@ -19,6 +19,7 @@ import json
 import math
 from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -321,11 +322,7 @@ EXPERIMENT = Experiment(
     measured_on={"small": "SmolLM2-135M-Instruct (from 4 bits), instructions of Alpaca"},
 )  # fmt: skip
 
-
-def main(argv: list[str] | None = None) -> Run:
-    """Run the experiment."""
-    return run_experiment(EXPERIMENT, argv)
-
+main = partial(run_experiment, EXPERIMENT)
 
 if __name__ == "__main__":
     console(main)
