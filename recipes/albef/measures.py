@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 from PIL import Image
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_modules.albef import Grounding, skipped
 from lightning_modules.albef.grounding import choose_box
 from lightning_modules.albef.retrieval import Gallery, rerank
+from lightning_modules.counting import count_macs, count_parameters
 from lightning_modules.pela import factorize
+from lightning_modules.standalone import plain
 from recipes.experiment import Measuring
 from recipes.methods import scores_on_test
 from recipes.plots import plt, save_plot
@@ -41,15 +44,34 @@ def score(m: Measuring) -> Iterator[Row]:
     if "r_mean" in values:
         recalls = [value for key, value in values.items() if key.startswith("itc_")]
         values["itc_r_mean"] = sum(recalls) / len(recalls)
+    # merged after the scores, so that LoRA's matrices are counted in neither size
+    pair = Pair(plain(module.model), data.max_length)
+    values["parameters"] = count_parameters(pair)
+    values["macs"] = count_macs(pair, (1, 3, data.image_size, data.image_size))
     for metric, value in values.items():
         yield Row(row, metric, value, name)
-    # LoRA's parameters are not counted: they are merged into the weights after training
-    sizes = [p.numel() for n, p in module.model.named_parameters() if ".lora_" not in n]
-    yield Row(row, "parameters", sum(sizes), name)
     if m.settings.get("pictures") and name == "retrieval":
         retrieved(module, data, m.folder / "retrieved.png")
     if m.settings.get("pictures") and name == "grounding":
         heat_maps(module, data, m.folder / "heat.png")
+
+
+class Pair(nn.Module):
+    """An ALBEF as a function of images alone, for counting: each comes with a text.
+
+    Args:
+        model: an ALBEF of any task.
+        tokens: length L of the texts.
+    """
+
+    def __init__(self, model: Any, tokens: int):
+        super().__init__()
+        self.model, self.tokens = model, tokens
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Fused states (B, L, D) of images (B, 3, H, W); no head and no answer decoder runs."""
+        ids = torch.zeros(len(images), self.tokens, dtype=torch.long, device=images.device)
+        return self.model.bert(ids, torch.ones_like(ids), self.model.encode_image(images))
 
 
 def chance(m: Measuring) -> Iterator[Row]:

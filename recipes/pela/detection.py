@@ -29,7 +29,7 @@ TASK = Task(
     "multiply-adds are those of backbone and feature pyramid. The others are Deformable DETR.",
 )
 
-CLAIMS = claims(TASK, "COCO, Mask and Cascade R-CNN on Swin-Base", "18 % fewer")
+CLAIMS = claims(TASK, "COCO, Mask and Cascade R-CNN on Swin-Base")
 EXPERIMENT = experiment(TASK, __file__, __doc__ or "")
 
 main = partial(run_experiment, EXPERIMENT)

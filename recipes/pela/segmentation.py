@@ -29,7 +29,7 @@ TASK = Task(
 )
 
 CLAIMS = [
-    *claims(TASK, "ADE20K, UPerNet", "not at hand"),
+    *claims(TASK, "ADE20K, UPerNet"),
     Claim(
         "segmentation: PELA+",
         "PELA",
@@ -37,6 +37,7 @@ CLAIMS = [
         "Table 9, ADE20K",
         "+0.57 and +0.78 mIoU",
         Comparison("mIoU", "larger_batch", "repaired", scale=100),
+        preset="paper",
     ),
 ]
 EXPERIMENT = experiment(TASK, __file__, __doc__ or "")

@@ -14,7 +14,7 @@ from lightning_modules.counting import count_macs, count_parameters
 from lightning_modules.pela import factorize, plan_of
 from lightning_modules.pela.tome import add_tome
 from recipes import predict
-from recipes.albef import compression, use
+from recipes.albef import compression, measures, use
 from recipes.cli import parse, presets
 from recipes.experiment import Stage
 from recipes.ledger import ROOT
@@ -24,7 +24,7 @@ from recipes.runner import command_line
 from tests.recipes.report_checks import check_reports_of_parts
 
 PICTURES = {"train": 96, "val": 20, "test": 20, "size": 48}
-ROWS = "scratch,direct,maskalign,tome,pela"
+ROWS = "scratch,lora,direct,maskalign,tome,pela"
 FLAGS = [
     f"--data.generate={json.dumps(PICTURES)}",
     "--trainer.enable_progress_bar=false",
@@ -77,7 +77,7 @@ def test_every_part_has_its_scores(run):
         assert set(scores.set) == sets
         recalls = scores[(scores.set == "retrieval") & scores.metric.isin(compression.RECALLS)]
         assert len(recalls) == 6 and recalls.value.between(0, 1).all()
-    table = table[~table.row.isin(["scratch", "tome_k3"])]  # which are dense
+    table = table[~table.row.isin(["scratch", "lora", "tome_k3"])]  # which are dense
     sizes = table[table.metric == "parameters"].groupby("set").value.nunique()
     assert (sizes == 1).all()  # the others are as small as one another
     settings = parse(run.folder / "retrieval.yaml", "tiny").model.init_args.sizes
@@ -85,6 +85,35 @@ def test_every_part_has_its_scores(run):
     factorize(expected, 3.0, skip=skipped(expected))
     found = table[(table.metric == "parameters") & (table.set == "retrieval")].value.iloc[0]
     assert found == count_parameters(expected)
+
+
+def test_lora_costs_what_the_dense_model_costs_and_the_others_less(run):
+    table = read(run.out)
+    table = table[table.set == "retrieval"].set_index("row")
+    parameters, macs = (table[table.metric == name].value for name in ("parameters", "macs"))
+    assert parameters["lora"] == parameters["scratch"] == parameters["tome_k3"]
+    assert macs["lora"] == macs["scratch"] > macs["tome_k3"] > macs["pela_k3"]
+    assert macs["pela_k3"] == macs["direct_k3"]
+    assert "| multiply-adds |" in (run.out / "report.md").read_text()
+
+
+def test_a_pair_s_multiply_adds_are_those_of_all_its_layers():
+    text = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+    model = build(
+        "retrieval", "vit_tiny_patch16_224", {"embed_dim": 48, "depth": 2, "num_heads": 2}, 64,
+        text, text_layers=2, fusion_layers=3, projection=12,
+    )  # fmt: skip
+    d, c, hidden, tokens, patches = 32, 48, 64, 7, 17  # 16 patches and the class token
+    layer = tokens * (4 * d * d + 2 * d * hidden) + 2 * tokens * tokens * d
+    crossing = 2 * tokens * d * d + 2 * patches * c * d + 2 * tokens * patches * d
+    whole = count_macs(measures.Pair(model, tokens), (1, 3, 64, 64))
+    assert whole - count_macs(model.visual_encoder, (1, 3, 64, 64)) == 5 * layer + 3 * crossing
+
+
+def test_claims_on_tome_say_what_has_as_many_multiply_adds():
+    sentences = [one.sentence for one in compression.CLAIMS if one.name.endswith("PELA > ToMe")]
+    assert len(sentences) == 4
+    assert all("as many multiply-adds in the image encoder" in one for one in sentences)
 
 
 def test_chance_is_the_recall_of_random_scores(run):

@@ -1,6 +1,8 @@
 """Claims, their verdicts, and the pages that carry them."""
 
+import importlib
 import math
+import re
 import sys
 import types
 
@@ -9,7 +11,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from recipes import ledger
+from recipes import cli, ledger
 from recipes.claims import (
     NOT_JUDGED,
     REFUTED,
@@ -309,3 +311,11 @@ def test_this_repository_s_pages_agree_with_its_results():
 def test_names_of_claims_are_unique():
     names = [(experiment, one.name) for experiment, one in ledger.claims()]
     assert len(names) == len(set(names))
+
+
+def test_every_preset_that_the_ledger_names_is_one_of_the_experiment():
+    for one in ledger.judge_all():
+        experiment = importlib.import_module(f"recipes.{one.experiment}").EXPERIMENT
+        known = cli.presets(experiment.folder / f"{experiment.config}.yaml")
+        named = re.findall(r"--preset (\w+)", one.command * bool(one.preset) + one.reason)
+        assert {one.claim.preset or known[0], *named} <= set(known), (one.claim.name, one.reason)

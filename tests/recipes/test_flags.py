@@ -27,7 +27,8 @@ VARIED = {  # the experiments at `tiny` that vary the setting themselves, and re
     "--data.batch_size=12": {"pela.vision"},
     "--trainer.gradient_clip_val=0.77": set(),
 }
-WITHOUT_SETTINGS = {"pela.language", "self_distillation.theory"}  # train nothing, refuse every flag
+# they train nothing, and refuse every flag
+WITHOUT_SETTINGS = {"pela.language", "pela.sizes", "self_distillation.theory"}
 
 
 def experiment_of(name: str) -> Experiment:

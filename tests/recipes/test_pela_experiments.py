@@ -249,6 +249,20 @@ def test_a_perturbation_that_is_not_felt_is_not_judged():
         assert judge(claim, pd.concat(parts))[0] == verdict
 
 
+@pytest.mark.parametrize("name", ["repair", "LoRA"])
+def test_a_dense_model_that_has_not_learnt_what_it_can_judges_nothing(name):
+    """LoRA trains the dense model on: its lead may be what that training gives."""
+    claim = next(one for one in vision.CLAIMS if one.name == name)
+    scores = {"dense": 0.6, "chance": 0.02, "direct": 0.1, "both": 0.4, "lora": 0.65}
+    for continued, verdict in ((0.66, "not judged"), (0.6, "refuted")):
+        rows = [
+            Row(row, "accuracy", value, "deit_b κ 2")
+            for row, value in {**scores, "continued": continued}.items()
+        ]
+        parts = [tidy(rows, "pela.vision", "small", seed) for seed in range(3)]
+        assert judge(claim, pd.concat(parts))[0] == verdict
+
+
 @pytest.mark.parametrize("preset", ["small", "paper"])
 def test_fig_4_is_judged_at_every_ratio_of_the_sweep(preset):
     [claim] = [one for one in vision.CLAIMS if one.where == "Fig. 4" and one.preset == preset]
