@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.nodes import Artifact, Node, Stage, is_measured
-from recipes.records import RECORD, ROWS, read_record, write_record
+from recipes.records import RECORD, ROWS, flattened, read_record, write_record
 
 FILE = "records.zip"
 LARGEST = 2**20  # bytes of a file that a measurement wrote for others, such as a list of widths
@@ -101,21 +101,39 @@ def finished_in(nodes: Sequence[Node], base: Path, file: Path) -> list[Node]:
 
     Raises:
         ValueError: if the file is no such archive, or has no node of the run.
+        FileNotFoundError: if nodes in it differ, and the weights that they name are not here.
     """
     with opened(file) as archive:
         names = {_name(node, base, RECORD): node for node in nodes}
+        packed = [name for name in archive.namelist() if name in names]
         found = [
             names[name]
-            for name in archive.namelist()
-            if name in names
-            and json.loads(archive.read(name))["fingerprint"] == names[name].fingerprint
+            for name in packed
+            if json.loads(archive.read(name))["fingerprint"] == names[name].fingerprint
         ]
+    # a fingerprint has the content of the weights: without them no part of a training is found
+    others = [names[name] for name in packed if names[name] not in found]
+    if missing := sorted({one for node in others for one in missing_weights(node)}):
+        raise FileNotFoundError(
+            f"{file} was made with {', '.join(missing)}, not to be found here: `make weights` "
+            "brings them, in the repository's folder"
+        )
     if not found:
         raise ValueError(
             f"{file} has no part of this run: another experiment or preset made it, or "
-            "other settings, or a version of this code that has others"
+            "other settings, or a version of this code that has others, or a file that a setting "
+            "names has changed or is not here"
         )
     return found
+
+
+def missing_weights(node: Node) -> list[str]:
+    """The folders of `make weights` that a stage's settings name and that are not there."""
+    if not isinstance(node, Stage):
+        return []
+    values = flattened(node.parsed().as_dict()).values()
+    named = [one.removeprefix("local-dir:") for one in values if isinstance(one, str)]
+    return [one for one in named if one.startswith("weights/") and not Path(one).exists()]
 
 
 def unpack(nodes: Sequence[Node], base: Path, file: Path) -> None:

@@ -147,6 +147,7 @@ class Claim:
         gate: a comparison, or several, that must be supported for the test to mean anything.
         reason: why there is no test.
         preset: the only preset that it is judged at; "" if it can be judged at any.
+        measured_on: what it is measured on, if not on the experiment's models and data.
     """
 
     name: str
@@ -158,6 +159,7 @@ class Claim:
     gate: Comparison | Sequence[Comparison] | None = None
     reason: str = ""
     preset: str = ""
+    measured_on: str = ""
 
 
 def judge(claim: Claim, table: pd.DataFrame) -> tuple[str, str, str]:

@@ -181,7 +181,7 @@ def _judged(verdicts: Sequence[Verdict], commands: bool = True) -> str:
         [
             _sentence(one.claim),
             one.claim.number,
-            *([one.measured_on] if placed else []),
+            *([one.claim.measured_on or one.measured_on] if placed else []),
             one.measured,
             f"**{one.word}**" + (f": {one.reason}" if one.reason else ""),
             *([one.command] if commands else []),

@@ -42,16 +42,15 @@ def provenance(run: "Run", table: pd.DataFrame) -> str:
     """
     records = [read_record(node.folder) for node in run.nodes.values()]
     origins = [one for record in records for one in record.get("made", [])]
-    origins = origins or [origin()]  # older versions did not record it
     device, software, date, commit = (
         ", ".join(sorted({one[key] for one in origins}))
         for key in ("device", "torch", "date", "commit")
     )
+    made = f"{device} · torch {software} · {date} · commit {commit}"
+    if not origins:  # this machine and today's commit need not be those that made the numbers
+        made = "device, versions, date and commit were not recorded"
     seeds = table["seed"].nunique()
-    line = (
-        f"`{run.command}` · {seeds} seed{'s' if seeds != 1 else ''} · {device} · "
-        f"torch {software} · {date} · commit {commit}"
-    )
+    line = f"`{run.command}` · {seeds} seed{'s' if seeds != 1 else ''} · {made}"
     if set(table["preset"]) == {"tiny"}:
         return f"{SMOKE_TEST}\n\n{line}"
     where = measured_on(run.measured_on, table, run.command)

@@ -69,6 +69,11 @@ class Predictor:
     mse: float
     baseline_mse: float
 
+    @property
+    def explained(self) -> float:
+        """The share of the held-out losses' variance that it explains: 1 at best, 0 if none."""
+        return 1 - self.mse / self.baseline_mse if self.baseline_mse else 0.0
+
     def predict(self, configurations: ArrayLike) -> NDArray[np.float64]:
         """Predict losses, shape (N,), of configurations, shape (N, layers)."""
         return self.estimator.predict(np.asarray(configurations))

@@ -110,8 +110,9 @@ def scored_text(table: pd.DataFrame, data: Any) -> str:
     how_many = f"{counts.max():,.0f}" if len(counts) else "up to data.eval_tokens"
     stride = data.eval_stride or data.length - 1
     windows = "disjoint windows" if stride == data.length - 1 else f"windows {stride} tokens apart"
+    files = [data.val] if isinstance(data.val, str) else data.val or ["the validation text"]
     return (
-        f"{how_many} tokens from the beginning of the validation text, each scored once, in "
+        f"{how_many} tokens from the beginning of {', '.join(files)}, each scored once, in "
         f"{windows} of {data.length} tokens"
     )
 

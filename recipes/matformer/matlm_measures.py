@@ -16,11 +16,11 @@ from recipes.matformer.language import plain, rows_of, score, sizes, submodels
 from recipes.matformer.submodels import BETWEEN, above_line, halves, ladder
 from recipes.nodes import device
 from recipes.plan import device_count
+from recipes.records import at
 from recipes.results import Row
 
-# Table 5: the smaller granularity, and the share of layers that are one granularity larger
-BUDGETS = {"M": (1, 0.0), "M 3/4 + L 1/4": (1, 0.25), "M 5/16 + L 11/16": (1, 0.6875),
-           "L 1/2 + XL 1/2": (2, 0.5)}  # fmt: skip
+# Table 5: the smaller granularity, and the share of its 16 layers that are one granularity larger
+BUDGETS = ((1, 0.0), (1, 0.25), (1, 0.6875), (2, 0.5))
 TRAINING_COST = 2.58  # of all four granularities, relative to XL, as the paper counts it
 
 
@@ -31,9 +31,8 @@ def measure_sizes(m: Measuring) -> Iterator[Row]:
     chosen = ladder(model, m.settings.get("between", BETWEEN))[::-1]
     nesting = nesting_of(model)
     scores = score(submodels(model, chosen), data.val_dataloader(), model.config.vocab_size)
-    costs = {
-        nesting.label(mix): {**sizes(model, mix), "tokens": tokens(m, "model")} for mix in chosen
-    }
+    training = {"tokens": tokens(m, "model"), "lr": at(m.stages["model"].settings, "model.lr")}
+    costs = {nesting.label(mix): {**sizes(model, mix), **training} for mix in chosen}
     row = m.settings["row"]
     yield from rows_of(row, *(_named(part, suffix) for part in (scores, costs)))
     losses = {label: (costs[label]["non_embedding"], scores[label]["loss"]) for label in scores}
@@ -51,7 +50,10 @@ def measure_independent(m: Measuring) -> Iterator[Row]:
     data = m.datamodule(next(iter(models)))
     vocabulary = next(iter(models.values())).config.vocab_size
     scores = score({n: plain(x) for n, x in models.items()}, data.val_dataloader(), vocabulary)
-    costs = {n: {**sizes(x, None), "tokens": tokens(m, n)} for n, x in models.items()}
+    rates = {name: at(stage.settings, "model.lr") for name, stage in m.stages.items()}
+    costs = {
+        n: {**sizes(x, None), "tokens": tokens(m, n), "lr": rates[n]} for n, x in models.items()
+    }
     suffix, row = m.settings.get("suffix", ""), m.settings.get("row", INDEPENDENT)
     yield from rows_of(row, *(_named(part, suffix) for part in (scores, costs)))
 
@@ -111,6 +113,7 @@ def measure_orders(m: Measuring) -> Iterator[Row]:
     predictor = fit_predictor(sampled, losses, m.seed)
     yield Row("search", "predictor_mse", predictor.mse)
     yield Row("search", "predictor_mse of the mean", predictor.baseline_mse)
+    yield Row("search", "predictor_explained", predictor.explained)
 
     def neurons(configuration: Sequence[int]) -> int:
         return sum(widths[index] for index in configuration)
@@ -123,15 +126,24 @@ def measure_orders(m: Measuring) -> Iterator[Row]:
             yield Row(row, "hidden neurons", neurons(configuration), set=name)
 
     counts = set()  # of XL layers in `ends`, the most that each budget allows
-    for title, (level, share) in BUDGETS.items():
-        raised = round(layers * share)
-        mix = [level] * (layers - raised) + [level + 1] * raised
-        chosen: dict[str, list[int]] = {order: arrange(mix, order) for order in ORDERS}
+    for mix in budgets(layers):
+        # layers that are all alike have one order
+        orders = ORDERS if len(set(mix)) > 1 else ("increase",)
+        chosen: dict[str, list[int]] = {order: arrange(mix, order) for order in orders}
         chosen["search"] = evolve(predictor, [widths] * layers, neurons(mix), seed=m.seed)
-        yield from compared(chosen, "loss at budget", title)
+        yield from compared(chosen, "loss at budget", nesting.label(mix))
         counts.add(max(1, (neurons(mix) - layers * widths[0]) // (widths[-1] - widths[0])))
     for count in sorted(counts):
         ends = [0] * (layers - count) + [len(widths) - 1] * count
         least_slope = mix_and_match([widths] * layers, neurons(ends))
         chosen = {"ends": ends, "least_slope": least_slope}
         yield from compared(chosen, "loss by slope", nesting.label(ends))
+
+
+def budgets(layers: int) -> list[list[int]]:
+    """Table 5's mixes of granularities for a number of layers, each once; the larger last."""
+    mixes = {}
+    for level, share in BUDGETS:
+        raised = round(layers * share)
+        mixes[tuple([level] * (layers - raised) + [level + 1] * raised)] = None
+    return [list(mix) for mix in mixes]

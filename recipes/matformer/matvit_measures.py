@@ -18,6 +18,7 @@ from recipes.matformer.submodels import (
     score,
     submodel,
 )
+from recipes.records import at
 from recipes.results import Row
 
 
@@ -28,7 +29,8 @@ def measure_nested(m: Measuring) -> Iterator[Row]:
     sizes = [submodel(model, data.image_size, mix) for mix in ladder(model, between)]
     row = m.settings["row"]
     scores = score(sizes, data.val_dataloader(), sizes[-1], row)
-    yield from rows_of(row, scores)
+    rate = at(m.stages["model"].settings, "model.lr")
+    yield from rows_of(row, {label: {**one, "lr": rate} for label, one in scores.items()})
     accuracies = {label: (one["parameters"], one["accuracy"]) for label, one in scores.items()}
     if (above := above_line(accuracies, nesting_of(model).names)) is not None:
         yield Row(row, "above the line", above)
@@ -40,6 +42,8 @@ def measure_alone(m: Measuring) -> Iterator[Row]:
     models = [submodel(m.model(size), data.image_size, None, label=size) for size in m.stages]
     row = m.settings["row"]
     yield from rows_of(row, score(models, data.val_dataloader(), models[-1], row))
+    for size, stage in m.stages.items():
+        yield Row(row, "lr", at(stage.settings, "model.lr"), size)
 
 
 def measure_chance(m: Measuring) -> Iterator[Row]:
@@ -74,6 +78,7 @@ def measure_orders(m: Measuring) -> Iterator[Row]:
     predictor = fit_predictor(sampled, list(targets.values()), m.seed)
     yield Row(row="search", metric="predictor_mse", value=predictor.mse)
     yield Row(row="search", metric="predictor_variance", value=predictor.baseline_mse)
+    yield Row(row="search", metric="predictor_explained", value=predictor.explained)
 
     for level in range(sizes - 1):
         mix = [level] * (layers - layers // 2) + [level + 1] * (layers // 2)

@@ -30,6 +30,7 @@ from recipes.matformer.submodels import BETWEEN, Submodel, encode, ladder, submo
 from recipes.messages import console
 from recipes.plots import scatter
 from recipes.provenance import provenance
+from recipes.records import at
 from recipes.results import Row, by_seed
 from recipes.runner import run_experiment
 from recipes.tables import Column, Table, tabulate
@@ -62,6 +63,9 @@ def measure_nested(m: Measuring) -> Iterator[Row]:
     data, model = m.datamodule("model"), m.model("model")
     sizes = [submodel(model, data.image_size, mix) for mix in ladder(model, BETWEEN)]
     yield from retrieve("matvit", sizes, data)
+    rate = at(m.stages["model"].settings, "model.lr")
+    for size in sizes:
+        yield Row("matvit", "lr", rate, size.label)
     for mode in MODES:
         yield Row(row="chance", metric=mode, value=chance(data))
 
@@ -83,6 +87,8 @@ def measure_alone(m: Measuring) -> Iterator[Row]:
     data = m.datamodule("XL")
     models = [submodel(m.model(size), data.image_size, None, label=size) for size in m.stages]
     yield from retrieve("independent", models, data)
+    for size, stage in m.stages.items():
+        yield Row("independent", "lr", at(stage.settings, "model.lr"), size)
 
 
 def retrieve(family: str, models: list[Submodel], data: ImageData) -> Iterator[Row]:

@@ -330,14 +330,14 @@ def at_equal_time(table: pd.DataFrame, tasks: list[str]) -> pd.DataFrame:
     return pd.concat(lines, ignore_index=True)
 
 
-def worse(name: str, row: str, words: str, number: str) -> Claim:
+def worse(name: str, row: str, words: str) -> Claim:
     """A claim that a variant of Table 6 is below the default, on the mean of the tasks."""
     return Claim(
         name=name,
         paper="VeRA",
         sentence=words,
-        where="Table 6, RTE",
-        number=number,
+        where="Table 6, mean of MRPC and RTE",
+        number=mean_in_table_6(row),
         test=Comparison("score", "default", row, mean_over="set", scale=100, digits=1),
         gate=LEARNT,
     )
@@ -349,14 +349,20 @@ LEARNT = Comparison(  # task by task
 )  # fmt: skip
 
 
-def as_good(name: str, row: str, points: int, words: str, number: str) -> Claim:
+def mean_in_table_6(row: str) -> str:
+    """The paper's means of MRPC and RTE, of a variant and of the default."""
+    of_both = (statistics.mean(TABLE_6[one]) for one in (VARIANT_TITLES[row], "default"))
+    return " and ".join(f"{mean:.2f}" for mean in of_both)
+
+
+def as_good(name: str, row: str, points: int, words: str) -> Claim:
     """A claim that the default is at most `points` above a variant of Table 6, or itself below."""
     return Claim(
         name=name,
         paper="VeRA",
         sentence=words,
         where="Table 6, mean of MRPC and RTE",
-        number=number,
+        number=mean_in_table_6(row),
         test=Comparison(
             "score", row, "default", threshold=-points / 100, mean_over="set", scale=100, digits=1
         ),
@@ -394,29 +400,21 @@ def at_equal_parameters(task: str, rank: int, method: str, other_rank: int, pres
 
 
 CLAIMS = [
-    worse(
-        "ablations: b alone", "only_b", "Training b alone is worse than both vectors.",
-        "85.8 and 64.3",
-    ),
-    worse(
-        "ablations: d alone", "only_d", "Training d alone is worse than both vectors.",
-        "85.8 and 67.0",
-    ),
+    worse("ablations: b alone", "only_b", "Training b alone is worse than both vectors."),
+    worse("ablations: d alone", "only_d", "Training d alone is worse than both vectors."),
     worse(
         "ablations: uniform matrices", "uniform",
-        "A and B uniform in [0, 0.1] are worse than Kaiming uniform.", "85.8 and 53.1",
+        "A and B uniform in [0, 0.1] are worse than Kaiming uniform.",
     ),
-    worse(
-        "ablations: d from 1", "d_1.0", "Starting d at 1.0 is worse than at 0.1.", "85.8 and 60.3",
-    ),
+    worse("ablations: d from 1", "d_1.0", "Starting d at 1.0 is worse than at 0.1."),
     # thresholds: the paper's own difference, up to the next point
     as_good(
         "ablations: Kaiming normal", "kaiming_normal", 2,
-        "A and B Kaiming normal are at most two points below Kaiming uniform.", "86.30 and 88.15",
+        "A and B Kaiming normal are at most two points below Kaiming uniform.",
     ),
     as_good(
         "ablations: d from 1e-7", "d_1e-7", 1,
-        "Starting d at 1e-7 is at most one point below starting it at 0.1.", "87.75 and 88.15",
+        "Starting d at 1e-7 is at most one point below starting it at 0.1.",
     ),
     Claim(
         name="ablations: sharing costs nothing",

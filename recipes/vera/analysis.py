@@ -230,6 +230,7 @@ CLAIMS = [
             Comparison("error", "lora", "vera", threshold=-0.02, where={"x": x}, digits=3)
             for x in (20.0, 40.0, 60.0, 80.0, 100.0)
         ],
+        measured_on="100 random 10 × 10 matrices a seed",
     ),
     *(
         Claim(

@@ -115,6 +115,33 @@ def test_a_published_report_is_written_again(go, trainings, tmp_path, monkeypatc
     assert not run.out.exists() and len(trainings.calls) == 3
 
 
+@pytest.mark.parametrize("missing", ["weights/tiny", "weights/other"])
+def test_records_say_which_weights_are_missing(go, trainings, tmp_path, monkeypatch, missing):
+    """Before, they had "no part of this run", or the trials were missing in the report."""
+
+    def declare(run):
+        for name in ("tiny", "other"):
+            stage = run.stage(name, "matvit", varied={"model.init_from": f"weights/{name}"})
+            run.measure(f"look at {name}", 0, look, {name: stage})
+
+    monkeypatch.setitem(
+        sys.modules, "recipes.paper.name", SimpleNamespace(EXPERIMENT=experiment(declare))
+    )
+    monkeypatch.chdir(tmp_path)
+    for name in ("tiny", "other"):
+        Path("weights", name).mkdir(parents=True)
+        Path("weights", name, "model.safetensors").write_text("weights")
+    run = go(declare=declare)
+    published = tmp_path / "published"
+    published.mkdir()
+    for name in ("results.csv", "records.zip"):
+        shutil.copy(run.out / name, published)
+    main([str(published)])
+    shutil.rmtree(missing)
+    with pytest.raises(FileNotFoundError, match=rf"made with {missing}, not .*`make weights` br"):
+        main([str(published)])
+
+
 def draw(m):
     (m.folder / "picture.png").write_text("a picture that its licence may forbid to publish")
     yield Row(row="a", metric="size", value=1.0)

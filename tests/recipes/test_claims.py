@@ -223,6 +223,20 @@ class TestPages:
             assert "| Paper, Table 1: A beats B. | 2 points | needs a cluster |" in text
             assert "`python -m recipes.m.e --preset small`" in text
 
+    def test_a_claim_may_be_measured_on_something_else(self, root):
+        """Fits of random matrices are of no data set that the experiment trains on."""
+        other = claim(A_B, measured_on="random matrices")
+        sys.modules["recipes.m.e"].CLAIMS = [claim(A_B), other]
+        self.results(root, a=[0.52, 0.53, 0.54], b=[0.5, 0.51, 0.52])
+        report = root / "results" / "m" / "e" / "report.md"
+        report.write_text(f"{report.read_text()}\nMeasured on SST-2.\n")
+        pages = ledger.pages(root)
+        for page in ("README.md", "results/claims.md"):
+            lines = [one for one in pages[root / page].splitlines() if "A beats B." in one]
+            assert ["| SST-2 |" in one for one in lines] == [True, False]
+            assert ["| random matrices |" in one for one in lines] == [False, True]
+        assert "random matrices" not in pages[report]  # whose first lines say it
+
     def test_the_readme_has_the_judged_claims_and_counts_the_others(self, root):
         self.results(root, a=[0.52, 0.53, 0.54], b=[0.5, 0.51, 0.52])
         text = ledger.pages(root)[root / "README.md"]

@@ -268,8 +268,13 @@ def check_numbers(name, table):
         assert sizes.max() == sizes["XL"] and sizes.is_unique
     bounds = {"accuracy": 1, "agreement": 1, "adaptive": 1, "traditional": 1, "loss": 20, "kl": 20}
     for metric, part in table.groupby("metric"):
-        least = -1 if metric == "above the line" else -1e-6  # a difference
+        # a difference, and what may be worse than always predicting the mean
+        least = {"above the line": -1, "predictor_explained": -math.inf}.get(metric, -1e-6)
         assert part.value.between(least, bounds.get(metric, math.inf)).all(), metric
+    rated, sized = (select(table, {"metric": one}) for one in ("lr", "parameters"))
+    assert {*zip(rated["row"], rated["set"], strict=True)} == {
+        *zip(sized["row"], sized["set"], strict=True)
+    }
     largest = select(table, {"metric": "agreement", "set": "XL"}).value
     assert (largest == 1).all()
     chance = select(table, {"row": "chance"}).value
@@ -334,6 +339,9 @@ def test_what_is_scored_is_the_validation_part(out):
         history = read_history(run.out / "seed0" / stage)
         (scored,) = select(table, {"row": row, "set": size, "metric": "accuracy"}).value
         assert scored == pytest.approx(history[f"val/accuracy{suffix}"][-1], abs=1e-6)
+        (trained,) = (node.parsed() for node in run.nodes.values() if node.name == stage)
+        (rate,) = select(table, {"row": row, "set": size, "metric": "lr"}).value
+        assert rate == trained.model.init_args.lr
 
 
 def test_the_search_learns_on_other_images_than_it_is_judged_on():
@@ -377,10 +385,11 @@ def test_the_orders_are_judged_on_the_second_half(monkeypatch):
     assert seen == [first, second, second]
 
 
-def paper_like(gap, rising=0.01):
+def paper_like(gap, rising=0.01, predicts=0.9):
     """A table in which all that the paper says of images holds.
 
-    `gap` is XL's gain over S, `rising` what independent models gain in their last quarter.
+    `gap` is XL's gain over S, `rising` what independent models gain in their last quarter,
+    `predicts` the share of the variance that the search's predictor explains.
     """
     skewed = [probabilities.name(row) for row in probabilities.TABLE_6]
     gains = {  # of accuracy, at S and at XL
@@ -406,6 +415,7 @@ def paper_like(gap, rising=0.01):
                 for row in ("independent", "pretrain", "vit_vit"):
                     lines.append(Row(row, "val_accuracy", value, size, x=quarter))
         lines.append(Row("matvit", "above the line", noise.normal(0, 1e-4)))
+        orders.append(Row("search", "predictor_explained", predicts + noise.normal(0, 1e-3)))
         for place, row in enumerate(("increase", "search", "decrease", "least_slope", "ends")):
             for size in ("S*2+M*2", "S*3+XL"):
                 orders.append(Row(row, "loss", 1 + 0.01 * place + noise.normal(0, 1e-4), size))
@@ -432,6 +442,13 @@ def test_independent_models_that_still_learn_fast_are_no_baseline():
     shut = [claim.name for claim in claims if judge(claim, table)[0] == NOT_JUDGED]
     beside = ["MatViT S agrees with XL", "ViT → MatViT keeps XL"]
     assert set(shut) == {*beside, *grid, *(f"MatViT {size} ≥ independent {size}" for size in SIZES)}
+
+
+def test_a_search_whose_predictor_explains_little_is_no_rival():
+    table = paper_like(gap=0.1, predicts=0.4)
+    [shut] = (claim for claim in matvit.CLAIMS if judge(claim, table)[0] == NOT_JUDGED)
+    assert shut.name == "Mix'n'Match > search"
+    assert "the gate is shut, that the search's predictor" in judge(shut, table)[2]
 
 
 def test_an_encoder_that_knows_nothing_finds_the_commonest_class_most():

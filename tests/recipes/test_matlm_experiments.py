@@ -36,6 +36,7 @@ from recipes.results import Row, read, tidy
 from recipes.runner import command_line
 from tests.recipes.report_checks import check_reports_of_parts
 
+BUDGETS = ("M", "M*3+L*1", "M*1+L*3", "L*2+XL*2")  # Table 5's, of four layers
 ROWS = "matlm,joint,per_layer,heads,independent,independent heads,p .17/.20/.22/.41"
 SMALLER = ["--trainer.max_steps=8", "--data.max_bytes=60000", "--data.eval_tokens=1500"]
 
@@ -72,6 +73,9 @@ def test_every_row_has_its_tokens_and_its_sizes(trained):
             # 8 steps of 8 blocks of 64 tokens are 4X
             assert tokens[row, size] == (1024 if row in alone else 4096)
             assert 0 < loss[row, size] < 7
+    assert (
+        set(values(table, "lr").values()) == {3e-3} and values(table, "lr").keys() == tokens.keys()
+    )
     assert values(table, "perplexity")["matlm", "S"] == pytest.approx(np.exp(loss["matlm", "S"]))
     assert values(table, "agreement")["matlm", "XL"] == 1
     d, inner = 32, {"S": 16, "M": 32, "L": 64, "XL": 128}
@@ -200,11 +204,13 @@ def test_points_of_the_scaling_law_are_granularities():
 def test_orders_cost_the_same_and_search_is_within_the_budget(trained):
     table = read(trained.out)
     neurons, loss = values(table, "hidden neurons"), values(table, "loss at budget")
-    for budget in matlm.BUDGETS:
-        same = {neurons[order, budget] for order in ORDERS}
+    for budget in BUDGETS:
+        orders = ORDERS if "*" in budget else ["increase"]  # of four M there is one order
+        same = {neurons[order, budget] for order in orders}
         assert len(same) == 1
         assert neurons["search", budget] <= min(same)
-        assert all(0 < loss[name, budget] < 7 for name in (*ORDERS, "search"))
+        assert all(0 < loss[name, budget] < 7 for name in (*orders, "search"))
+    assert {name for _, name in loss} == set(BUDGETS) and ("decrease", "M") not in loss
     slopes = values(table, "loss by slope")
     names = {name for _, name in slopes}
     assert len(names) == 2 and slopes.keys() == {
@@ -315,10 +321,11 @@ def test_the_validation_loss_after_each_quarter(count, quarters):
     assert [row.x for row in rows] == [1, 2, 3, 4][: len(quarters)]
 
 
-def paper_like(gap, falling=0.0):
+def paper_like(gap, falling=0.0, predicts=0.9):
     """A table in which all that the paper says holds.
 
-    `gap` is XL's gain over S, `falling` the last fall of the independent models' validation loss.
+    `gap` is XL's gain over S, `falling` the last fall of the independent models' validation loss,
+    `predicts` the share of the variance that the search's predictor explains.
     """
     noise = np.random.default_rng(0)
     rows = {"matlm": 0.0, "joint": 0.01, "per_layer": 0.02, "independent": 0.03}
@@ -348,7 +355,9 @@ def paper_like(gap, falling=0.0):
             Row("paper", "cost of all sizes", 2.58),
         ]
         lines.append(Row("matlm", "below the line", noise.normal(0, 1e-4)))
-        for budget in matlm.BUDGETS:
+        explained = predicts + noise.normal(0, 1e-3)
+        lines.append(Row("search", "predictor_explained", explained))
+        for budget in BUDGETS:
             for place, name in enumerate(("increase", "search", "decrease")):
                 value = 3 + 0.01 * place + noise.normal(0, 1e-4)
                 lines.append(Row(name, "loss at budget", value, budget))
@@ -378,6 +387,39 @@ def test_nothing_is_judged_beside_models_that_still_learn():
     without_m = table[(table["metric"] != "val_loss") | (table["set"] != "M")]
     [claim] = (one for one in matlm.CLAIMS if one.name == "XL as good")
     assert "the gate is not measured, that the loss of M" in judge(claim, without_m)[2]
+
+
+def test_a_search_whose_predictor_explains_little_is_no_rival():
+    assert not [
+        one for one in matlm.CLAIMS if one.test and judge(one, paper_like(0.1))[0] != SUPPORTED
+    ]
+    table = paper_like(0.1, predicts=0.4)
+    [shut] = (one for one in matlm.CLAIMS if one.test and judge(one, table)[0] == NOT_JUDGED)
+    assert shut.name == "no search needed"
+    assert "the gate is shut, that the search's predictor" in judge(shut, table)[2]
+
+
+@pytest.mark.parametrize(
+    ("layers", "mixes"),
+    [
+        (16, [[1] * 16, [1] * 12 + [2] * 4, [1] * 5 + [2] * 11, [2] * 8 + [3] * 8]),  # Table 5
+        (4, [[1] * 4, [1, 1, 1, 2], [1, 2, 2, 2], [2, 2, 3, 3]]),
+        (2, [[1, 1], [1, 2], [2, 3]]),  # a quarter of two layers is none: M comes once
+    ],
+)
+def test_budgets_are_table_5_s_as_near_as_the_layers_allow(layers, mixes):
+    assert matlm_measures.budgets(layers) == mixes
+
+
+def test_the_text_that_is_scored_is_named():
+    """At `small` it is wikitext2's test text; before, the report called it the validation text."""
+    started = command_line(elastic.EXPERIMENT, ["--preset", "small"])
+    data = started.parsed("elastic").data.init_args
+    scored = tidy([Row("elastic", "tokens scored", 9, "XL")], "matformer.elastic", "small", 0)
+    said = elastic.scored_text(scored, data)
+    assert said.startswith("9 tokens from the beginning of wikitext2/test.txt, each")
+    data.val = ["a.txt", "b.txt"]
+    assert "of a.txt, b.txt, each" in elastic.scored_text(scored, data)
 
 
 def test_widths_give_a_scaling_law(tmp_path):

@@ -405,6 +405,30 @@ def test_claims_at_equal_parameters_compare_rows_that_tune_as_many(preset, width
         assert counts[0] == counts[1], claim.name
 
 
+def test_claims_on_table_6_cite_the_mean_that_they_test():
+    """Before, some cited RTE alone, although the paper's preset tests the mean of two tasks."""
+    variants = grid(ablations.EXPERIMENT.folder / "ablations_grid.yaml")["variants"]
+    claims = [one for one in ablations.CLAIMS if one.where.startswith("Table 6")]
+    for claim in claims:
+        (row,) = {claim.test.a, claim.test.b} - {"default"}
+        tested = [task for task, rows in variants.items() if row in rows]
+        assert tested == ["MRPC", "RTE"] and claim.test.mean_over == "set"
+        assert claim.where == "Table 6, mean of MRPC and RTE", claim.name
+    numbers = {one.name: one.number for one in claims}
+    assert len(numbers) == 6 and numbers["ablations: b alone"] == "72.95 and 88.15"
+    assert numbers["ablations: Kaiming normal"] == "86.30 and 88.15"
+
+
+@pytest.mark.parametrize("preset", ["small", "paper"])
+def test_fits_are_said_to_be_of_random_matrices(preset):
+    """Before, the ledger named the model and the data that the other claims are measured on."""
+    analysis = module_of("analysis")
+    [claim] = (one for one in analysis.CLAIMS if one.where.startswith("Appendix E"))
+    fit = grid(analysis.EXPERIMENT.folder / "analysis_grid.yaml", preset)["fit"]
+    size = fit["size"]
+    assert claim.measured_on == f"{fit['targets']} random {size} × {size} matrices a seed"
+
+
 PRESETS = [
     (name, preset)
     for name in EXPERIMENTS

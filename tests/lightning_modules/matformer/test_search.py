@@ -60,7 +60,7 @@ def test_sampling_can_exhaust_the_configurations_but_not_exceed_them():
 
 def test_predictor_learns_down_to_the_noise(predictor):
     assert predictor.mse < 3 * NOISE**2
-    assert predictor.mse < 0.02 * predictor.baseline_mse
+    assert predictor.mse < 0.02 * predictor.baseline_mse and 0.98 < predictor.explained < 1
     unseen = true_loss(EVERY)
     assert np.mean((predictor.predict(EVERY) - unseen) ** 2) < 0.02 * unseen.var()
 
@@ -70,6 +70,7 @@ def test_predictor_beats_the_mean_when_layers_interact():
     steps = np.abs(np.diff(configurations, axis=1)).mean(axis=1)
     predictor = fit_predictor(configurations, true_loss(configurations) + 0.05 * steps)
     assert predictor.mse < 0.1 * predictor.baseline_mse
+    assert fit_predictor(configurations, [3.0] * len(configurations)).explained == 0
 
 
 def test_predictor_extends_to_a_granularity_that_training_never_saw():
