@@ -142,8 +142,10 @@ def measure_orders(m: Measuring) -> Iterator[Row]:
 
 def budgets(layers: int) -> list[list[int]]:
     """Table 5's mixes of granularities for a number of layers, each once; the larger last."""
-    mixes = {}
+    mixes: list[list[int]] = []
     for level, share in BUDGETS:
         raised = round(layers * share)
-        mixes[tuple([level] * (layers - raised) + [level + 1] * raised)] = None
-    return [list(mix) for mix in mixes]
+        mix = [level] * (layers - raised) + [level + 1] * raised
+        if mix not in mixes:
+            mixes.append(mix)
+    return mixes
