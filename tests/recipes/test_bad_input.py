@@ -44,7 +44,15 @@ def place(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         pictures("single/cats")
-        pictures("good/a", "good/b", "other/train/a", "other/train/b", "other/val/z")
+        pictures(
+            "good/a",
+            "good/b",
+            "renamed/a",
+            "renamed/c",
+            "other/train/a",
+            "other/train/b",
+            "other/val/z",
+        )
         written("broken/1.png", b"no picture")
         for empty in ("empty", "bare/a", "bare/b"):
             Path(empty).mkdir(parents=True)
@@ -93,6 +101,14 @@ def place(tmp_path_factory):
             "the model 'vit_small_patch16_224' cannot be loaded",
         ),
         (f"{IMAGES} --data.root good{SMALL} --ckpt_path note.txt", "cannot be read as a checkp"),
+        (
+            f"{IMAGES} --data.root renamed{SMALL} --ckpt_path {RUN}",
+            "trained on other classes: from class 1 on it has 'b', and the data have 'c'. Give it",
+        ),
+        (
+            f"{IMAGES.replace('fit', 'validate')} --data.root renamed{SMALL} --ckpt_path {RUN}",
+            "from class 1 on it has 'b', and the data have 'c'",
+        ),
         (f"{TEXT} --data.train column.csv", "there is no column 'label', the columns are 'sent"),
         (f"{TEXT} --data.train hole.csv", "hole.csv, line 3: there is no label: fill it in"),
         (f"{TEXT} --data.train torn.csv", "torn.csv, line 2: the row has 3 columns, expected 2"),
