@@ -16,6 +16,7 @@ import hashlib
 import os
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -307,7 +308,8 @@ class PartsData(LightningDataModule):
         theirs = state_dict.get("description", {}).get("class_names", [])
         ours = self.describe().get("class_names", []) if theirs else []
         if theirs != ours:
-            same = len(os.path.commonprefix([theirs, ours]))
+            pairs = zip(theirs, ours, strict=False)
+            same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
             raise ValueError(
                 f"The checkpoint was trained on other classes: from class {same} on it has "
                 f"{listed(theirs[same:])}, and the data have {listed(ours[same:])}. Give it the "
