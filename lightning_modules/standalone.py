@@ -60,7 +60,10 @@ def load(folder=Path(__file__).parent):
 '''
 FIRST_LINE = 'folder = "."  # the folder of this file'  # of the code in an exported README.md
 BUILD = {
-    "timm": '    model = timm.create_model(manifest["architecture"], **manifest["model_args"])',
+    "timm": """\
+    config = json.loads((Path(folder) / "config.json").read_text())
+    model = timm.create_model(manifest["architecture"], **manifest["model_args"])
+    model.pretrained_cfg = config["pretrained_cfg"] | {"label_names": config.get("label_names")}""",
     "transformers": """\
     config = transformers.AutoConfig.from_pretrained(folder)
     model = getattr(transformers, manifest["architecture"])(config)""",
@@ -179,6 +182,9 @@ def save(
         tokenizer.save_pretrained(folder)
         more = [] if library == "transformers" else ["import transformers"]
         lines += [*more, "tokenizer = transformers.AutoTokenizer.from_pretrained(folder)"]
+    if library == "timm":
+        lines += ["from timm.data import create_transform, resolve_data_config"]
+        lines += ["transform = create_transform(**resolve_data_config(model=model))  # of an image"]
     text = _readme(model, classes, lines, len(pairs), submodel)
     (folder / "README.md").write_text(text, encoding="utf-8")
     mask = os.umask(0)  # the process's umask can only be read by setting it
