@@ -24,7 +24,10 @@ def ending(trainer: L.Trainer, module: L.LightningModule) -> str:
     best = best_checkpoint(trainer)
     if best is not None:
         chosen = Path(best.best_model_path)
-        lines.append(f"best checkpoint: {chosen} ({best.monitor} {best.best_model_score:.4g})")
+        # a resumed run in another folder knows the path of the best checkpoint and not its score
+        known = best.best_model_score is not None
+        score = f" ({best.monitor} {best.best_model_score:.4g})" if known else ""
+        lines.append(f"best checkpoint: {chosen}{score}")
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for one in callbacks:
         if isinstance(one, SaveAdapter) and one.saved:
