@@ -83,8 +83,9 @@ class TestNormalisation:
         assert transform(*flags) == ((0.1, 0.2, 0.3), (1, 1, 1))
         said = other_normalisation(parse(FOLDER, overrides=[*flags, *self.other]))
         assert "mean (0.1, 0.2, 0.3)" in str(said)
-        start = parse(FOLDER, overrides=[f"--model.init_from={tmp_path}"])
-        assert "mean (0.1, 0.2, 0.3)" in str(other_normalisation(start))
+        for source in (tmp_path, tmp_path / "model.safetensors"):
+            start = parse(FOLDER, overrides=[f"--model.init_from={source}"])
+            assert "mean (0.1, 0.2, 0.3)" in str(other_normalisation(start))
 
     def test_a_checkpoint_says_what_it_was_trained_on(self, tmp_path):
         described = {"transform": {"mean": [0.4, 0.4, 0.3], "std": [0.5, 0.5, 0.5]}}
