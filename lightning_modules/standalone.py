@@ -94,6 +94,13 @@ class Submodel:
     origin: str = ""
 
 
+def mergeable(model: nn.Module) -> bool:
+    """Whether `plain` can merge what was trained: no adapters, prompts or biases were inserted."""
+    placements = [part.apet.placement for part in model.modules() if hasattr(part, "apet")]
+    apart = any(one.plug or one.prompt or one.bias for one in placements)
+    return not apart and not any(hasattr(part, "adapter") for part in model.modules())
+
+
 def plain(model: nn.Module) -> nn.Module:
     """Merge what VeRA, APET or peft have trained into the weights, in place.
 

@@ -9,8 +9,9 @@ import torch
 from PIL import Image
 from transformers import BertConfig, BertForMaskedLM
 
+from lightning_modules.apet import insert
 from lightning_modules.pela import factorize
-from lightning_modules.standalone import plain, save
+from lightning_modules.standalone import mergeable, plain, save
 from lightning_modules.tuning import tune
 from lightning_modules.vera import add_vera
 from tests.lightning_modules.matformer.test_export import (
@@ -92,6 +93,17 @@ def test_what_peft_has_trained_is_merged():
         torch.testing.assert_close(plain(model)(IMAGES), expected, rtol=1e-4, atol=1e-5)
     assert type(model.blocks[0].attn.qkv) is torch.nn.Linear
     assert list(model.state_dict()) == list(vit().state_dict())
+
+
+@pytest.mark.parametrize("operations", [["add", "concat"], ["plug"]])
+def test_it_is_known_what_can_be_merged(operations):
+    model = insert(vit(), 200, operations=operations)
+    assert mergeable(torch.nn.ModuleList([model])) == ("plug" not in operations)
+    if "plug" in operations:
+        with pytest.raises(ValueError, match=r"adapters \(plug\) cannot be merged"):
+            plain(model)
+    else:
+        plain(model)
 
 
 def test_nothing_of_an_earlier_model_stays(tmp_path):
