@@ -161,6 +161,19 @@ def test_json_lines_that_end_in_txt_are_said(tmp_path):
     ]
 
 
+def test_a_training_says_its_classes_when_it_starts(monkeypatch, tmp_path):
+    """Two spellings of one label are seen before the training, not after it."""
+    said = []
+    monkeypatch.setattr(cli, "rank_zero_info", said.append)
+    monkeypatch.setattr(cli.RecipeCLI, "_run_subcommand", lambda self, verb: None)
+    table = tmp_path / "a.csv"
+    table.write_text("sentence,label\n" + "".join(f"s,{k}\n" for k in ("big", "big ", *range(10))))
+    flags = [f"--data.train={table}", "--model.architecture=bert", "--model.pretrained=false"]
+    cli.main(["fit", "-c", str(TEXT), *flags, "--data.tokenizer=null", "--trainer.logger=false"])
+    names = ", ".join(f"'{number}'" for number in range(10))
+    assert f"classes: {names}, 2 more" in said
+
+
 @pytest.fixture
 def one_class(tmp_path):
     (tmp_path / "cats").mkdir()
