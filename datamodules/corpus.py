@@ -174,7 +174,8 @@ class CorpusData(PartsData):
                 key = f"{self._key(part)} {fingerprint(self.tokenizer)}"
                 digest = hashlib.sha256(key.encode())
                 folder = self.cache / f"{self.source}-{part}-{digest.hexdigest()[:16]}"
-                write_tokens(self.documents(part), self.tokenizer, folder)
+                source = str(self.parts[part] or self.parts["train"] or self.source)
+                write_tokens(self.documents(part), self.tokenizer, folder, source)
             self._files[part] = TokenFile(folder, self.tokenizer)
         return self._files[part]
 

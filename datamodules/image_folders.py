@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_warn
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from datamodules.images import ImageData, Item, Splits
+from datamodules.loading import listed
 
 
 def class_folders(folder: Path) -> list[str]:
@@ -134,9 +136,21 @@ class ImageFolderData(ImageData):
         names = class_folders(train if train.is_dir() else self.folder)
         if not train.is_dir():
             return Splits(names, list_images(self.folder, names))
+        parts = {self.train, self.val, self.test}
+        if unused := [name for name in class_folders(self.folder) if name not in parts]:
+            rank_zero_warn(
+                f"{self.folder} has the folders {listed(unused)}, which no part uses: name it in "
+                "--data.val or --data.test, or rename it"
+            )
+        held = list_images(val, names, complete=False) if val else None
+        if held == []:
+            raise FileNotFoundError(
+                f"{val} has no images: add some, or remove the folder and leave --data.val out, "
+                "to hold out val_fraction of the training images."
+            )
         return Splits(
             names,
             list_images(train, names),
-            list_images(val, names, complete=False) if val else None,
+            held,
             list_images(test, names, complete=False) if test else None,
         )

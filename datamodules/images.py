@@ -428,7 +428,7 @@ def keep_classes(classes: list[int], names: list[str], *parts: list[Item]) -> tu
     if len(set(classes)) < len(classes) or not set(classes) <= set(range(len(names))):
         raise ValueError(
             f"classes is {classes}, expected different numbers from 0 to {len(names) - 1}: the "
-            "classes of the data, in their order."
+            "classes of the data, in their order; --data.classes null keeps all of them."
         )
     new = {old: place for place, old in enumerate(classes)}
     return (

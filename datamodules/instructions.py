@@ -1,8 +1,8 @@
 """Instructions and responses in the form of Alpaca (Taori et al. 2023), for a language model.
 
-The official file is one JSON list of objects with the keys instruction, input (may be empty) and
-output; a jsonl file has one such object on each line. Alpaca has no validation part, so a share of
-the examples is held out.
+The official file is one JSON list of objects with the keys instruction, input (may be empty or
+missing) and output; a jsonl file has one such object on each line. Alpaca has no validation part,
+so a share of the examples is held out.
 """
 
 import json
@@ -175,11 +175,12 @@ def _instruction(entry: Any, place: str) -> Instruction:
             f"{place}: this is a {type(entry).__name__}, expected an object with the keys "
             f"{', '.join(_KEYS)}: repair the entry."
         )
+    entry = {"input": "", **entry}
     for key in _KEYS:
         if key not in entry:
             raise ValueError(
                 f"{place}: there is no key {key!r} among {', '.join(map(repr, entry)) or 'none'}, "
-                f"expected {', '.join(_KEYS)}: add it (the input may be an empty text)."
+                f"expected {', '.join(_KEYS)}: add it (only the input may be left out)."
             )
         if not isinstance(entry[key], str):
             raise ValueError(

@@ -15,7 +15,8 @@ choose among them.
 import hashlib
 import os
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +299,24 @@ class PartsData(LightningDataModule):
         module = type(self.trainer.lightning_module)
         return {"description": description, "module": f"{module.__module__}.{module.__qualname__}"}
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuse a checkpoint of other classes, or of another order: its outputs are numbered.
+
+        Raises:
+            ValueError: naming the classes of both from the first that differs.
+        """
+        theirs = state_dict.get("description", {}).get("class_names", [])
+        ours = self.describe().get("class_names", []) if theirs else []
+        if theirs != ours:
+            pairs = zip(theirs, ours, strict=False)
+            same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            raise ValueError(
+                f"The checkpoint was trained on other classes: from class {same} on it has "
+                f"{listed(theirs[same:])}, and the data have {listed(ours[same:])}. Give it the "
+                "data that it was trained on, or start anew from its weights with "
+                "--model.init_from."
+            )
+
     def manifest(self, part: str) -> dict[str, Any]:
         """A record of the samples in a part, so that others can check or reproduce it.
 
@@ -342,6 +361,12 @@ def draw(items: list, count: int | None, seed: int) -> list:
         return items
     chosen = np.random.default_rng(seed).permutation(len(items))[:count]
     return [items[place] for place in sorted(chosen.tolist())]
+
+
+def listed(names: Sequence[str], most: int = 10) -> str:
+    """Names in quotation marks, the first `most` of them, for a message; "none" without names."""
+    more = [f"{len(names) - most} more"] if len(names) > most else []
+    return ", ".join([*map(repr, names[:most]), *more]) or "none"
 
 
 def require_choice(setting: str, value: str, choices: Collection[str]) -> None:

@@ -56,9 +56,11 @@ def open_lines(path: str | Path) -> list[str]:
         )
     try:
         # not splitlines(): a sentence may contain characters that Unicode treats as line ends
-        lines = Path(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n").split("\n")
+        text = Path(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8.") from error
+    # a file without any "\n" is one of old Macs, whose lines end in "\r"
+    lines = text.split("\n" if "\n" in text else "\r")
     if lines[-1] == "":
         lines.pop()
     if not lines:

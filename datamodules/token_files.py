@@ -61,13 +61,16 @@ def appearing(folder: Path) -> Iterator[Path]:
         shutil.rmtree(private, ignore_errors=True)
 
 
-def write_tokens(documents: Iterable[str], tokenizer: Any, folder: str | Path) -> Path:
+def write_tokens(
+    documents: Iterable[str], tokenizer: Any, folder: str | Path, source: str = "the corpus"
+) -> Path:
     """Tokenise documents into a folder; only a few of them are in memory at a time.
 
     Args:
         documents: texts; empty ones are left out.
         tokenizer: of transformers, with an end-of-text token, which is appended to each document.
         folder: the token file to write; if it exists, nothing is written.
+        source: what the documents are from, for the error.
 
     Returns:
         The folder.
@@ -95,7 +98,7 @@ def write_tokens(documents: Iterable[str], tokenizer: Any, folder: str | Path) -
                     ends.append(ends[-1] + len(ids) + 1)
         if not size:
             raise ValueError(
-                f"The corpus for {folder} has no text, expected documents that are not empty: "
+                f"{source} has no text, expected documents that are not empty: "
                 "correct --data.train, --data.val or --data.column."
             )
         np.save(scratch / "ends.npy", np.array(ends[1:], np.int64))

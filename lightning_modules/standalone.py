@@ -60,7 +60,10 @@ def load(folder=Path(__file__).parent):
 '''
 FIRST_LINE = 'folder = "."  # the folder of this file'  # of the code in an exported README.md
 BUILD = {
-    "timm": '    model = timm.create_model(manifest["architecture"], **manifest["model_args"])',
+    "timm": """\
+    config = json.loads((Path(folder) / "config.json").read_text())
+    model = timm.create_model(manifest["architecture"], **manifest["model_args"])
+    model.pretrained_cfg = config["pretrained_cfg"] | {"label_names": config.get("label_names")}""",
     "transformers": """\
     config = transformers.AutoConfig.from_pretrained(folder)
     model = getattr(transformers, manifest["architecture"])(config)""",
@@ -89,6 +92,13 @@ class Submodel:
     about: Mapping[str, Any] = field(default_factory=dict)
     title: str = ""
     origin: str = ""
+
+
+def mergeable(model: nn.Module) -> bool:
+    """Whether `plain` can merge what was trained: no adapters, prompts or biases were inserted."""
+    placements = [part.apet.placement for part in model.modules() if hasattr(part, "apet")]
+    apart = any(one.plug or one.prompt or one.bias for one in placements)
+    return not apart and not any(hasattr(part, "adapter") for part in model.modules())
 
 
 def plain(model: nn.Module) -> nn.Module:
@@ -179,6 +189,9 @@ def save(
         tokenizer.save_pretrained(folder)
         more = [] if library == "transformers" else ["import transformers"]
         lines += [*more, "tokenizer = transformers.AutoTokenizer.from_pretrained(folder)"]
+    if library == "timm":
+        lines += ["from timm.data import create_transform, resolve_data_config"]
+        lines += ["transform = create_transform(**resolve_data_config(model=model))  # of an image"]
     text = _readme(model, classes, lines, len(pairs), submodel)
     (folder / "README.md").write_text(text, encoding="utf-8")
     mask = os.umask(0)  # the process's umask can only be read by setting it

@@ -112,9 +112,9 @@ def _statistics(architecture: str) -> Statistics | None:
 
 
 def _statistics_of_file(source: Path) -> Statistics | None:
-    """Mean and std that a checkpoint, or a timm folder, was trained with; None if unknown."""
-    if source.is_dir():
-        return _statistics_of_folder(source)
+    """Mean and std that a checkpoint, timm folder or file of it was trained with, or None."""
+    if source.is_dir() or source.suffix == ".safetensors":
+        return _statistics_of_folder(source if source.is_dir() else source.parent)
     if source.suffix != ".ckpt" or not source.is_file():
         return None
     try:

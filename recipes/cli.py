@@ -33,9 +33,11 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from callbacks.seeding import SeedEveryStep
+from datamodules.loading import listed
 from lightning_modules.weights import read_checkpoint
 from recipes.agreement import RANDOM, agree, other_normalisation, weights_of
 from recipes.attention import plain_attention
+from recipes.flags import key_of
 from recipes.messages import refused, shortened
 
 PAPER = "paper"  # the preset without overrides: the top of the file
@@ -140,13 +142,18 @@ class RecipeCLI(LightningCLI):
     def count_classes(self, data: Any) -> int | None:
         """The data's number of classes, or the model's own setting if the data have no classes.
 
+        Before a training their names are printed, to be compared with those that were meant.
+
         The data are asked only for a model that has the setting: images without labels, which are
         enough for self-distillation, refuse to say it.
         """
         model = self.config.get(self.subcommand, self.config).model.init_args
         if "num_classes" not in model:
             return None
-        return getattr(data, "num_classes", model.num_classes)
+        count = getattr(data, "num_classes", model.num_classes)
+        if self.subcommand == "fit" and (names := getattr(data, "class_names", None)):
+            rank_zero_info(f"classes: {listed(names)}")
+        return count
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse, and turn jsonargparse's error into one sentence.
@@ -158,6 +165,7 @@ class RecipeCLI(LightningCLI):
             super().parse_arguments(parser, args)
         except WrongSetting as error:
             raise ValueError(shortened(str(error))) from error
+        _refuse_nested(self.config[self.config.subcommand], args)
 
     def before_instantiate_classes(self) -> None:
         """Fill in settings that follow from others; warn if model and data disagree."""
@@ -219,6 +227,30 @@ class RecipeCLI(LightningCLI):
         Lightning would silently replace them with the checkpoint's hyperparameters; the modules
         compare the two instead and refuse another model's checkpoint.
         """
+
+
+def _refuse_nested(settings: Namespace, args: ArgsType) -> None:
+    """Refuse a flag for an entry of a dict within a dict: --model.sizes.text.vocab_size.
+
+    jsonargparse would take its value as text, and drop the other entries.
+
+    Raises:
+        ValueError: naming the flag, and the one to give instead.
+    """
+    for argument in args if isinstance(args, list) else []:
+        names = key_of(argument.partition("=")[0].lstrip("-")).split(".")
+        place: Any = settings
+        for depth, name in enumerate(names):
+            place = place.get("init_args", place) if isinstance(place, Namespace) else place
+            if isinstance(place, dict) and depth + 1 < len(names) and argument.startswith("--"):
+                outer, inner = ".".join(names[: depth + 1]), ".".join(names[depth + 1 :])
+                raise ValueError(
+                    f"--{outer}.{inner} is one entry of {outer}: give all of its entries as "
+                    f"--{outer} '{{{inner}: VALUE, …}}'"
+                )
+            if not isinstance(place, Namespace | dict) or name not in place:
+                break
+            place = place[name]
 
 
 class SaveEnd(L.Callback):

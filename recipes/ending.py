@@ -9,6 +9,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from callbacks.adapter import SaveAdapter, best_checkpoint
+from lightning_modules import albef
+from lightning_modules.standalone import mergeable
 from recipes.predict import has_answers
 
 
@@ -24,7 +26,10 @@ def ending(trainer: L.Trainer, module: L.LightningModule) -> str:
     best = best_checkpoint(trainer)
     if best is not None:
         chosen = Path(best.best_model_path)
-        lines.append(f"best checkpoint: {chosen} ({best.monitor} {best.best_model_score:.4g})")
+        # a resumed run in another folder knows the path of the best checkpoint and not its score
+        known = best.best_model_score is not None
+        score = f" ({best.monitor} {best.best_model_score:.4g})" if known else ""
+        lines.append(f"best checkpoint: {chosen}{score}")
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for one in callbacks:
         if isinstance(one, SaveAdapter) and one.saved:
@@ -32,14 +37,27 @@ def ending(trainer: L.Trainer, module: L.LightningModule) -> str:
     if chosen and chosen.is_file():  # a folder of shards resumes, but neither predicts nor exports
         if chosen.is_relative_to(Path.cwd()):
             chosen = chosen.relative_to(Path.cwd())  # as short as it can be typed
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        if not (hasattr(data, "describe") and has_answers(type(module), data.describe())):
-            return "\n".join(lines)
-        lines += [
-            f"to predict:      python -m recipes predict --ckpt_path {chosen} PATH",
-            f"to export:       python -m recipes export {chosen} FOLDER",
-        ]
+        lines += commands(trainer, module, chosen)
     return "\n".join(lines)
+
+
+def commands(trainer: L.Trainer, module: L.LightningModule, checkpoint: Path) -> list[str]:
+    """A line for each command that can use the checkpoint."""
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    description = data.describe() if hasattr(data, "describe") else {}
+    if description.get("kind") == "pictures and texts":
+        use = f"python -m recipes.albef.use {{}} --ckpt_path {checkpoint}"
+        if isinstance(module, albef.VQA):
+            return [f"to ask:          {use.format('ask')} PICTURE 'QUESTION'"]
+        if isinstance(module, albef.Retrieval):
+            return [f"to search:       {use.format('search')} FOLDER 'SENTENCE'"]
+        return []
+    if not has_answers(type(module), description):
+        return []
+    lines = [f"to predict:      python -m recipes predict --ckpt_path {checkpoint} PATH"]
+    if mergeable(module):
+        lines.append(f"to export:       python -m recipes export {checkpoint} FOLDER")
+    return lines
 
 
 class SayResume(L.Callback):

@@ -46,6 +46,8 @@ from recipes.tables import Table
 
 SHOWN = 20  # rows in the terminal; the file has all
 WIDTH = 30  # characters of an input that a table shows
+# options that inputs of a kind have no use for
+UNUSED = {"images": ("text", "pair", "max_new_tokens"), "sentences": ("max_new_tokens",)}
 UNITS = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
 
 
@@ -403,6 +405,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ValueError(f"--{name} {getattr(options, name)}: expected at least 1")
     folder_for(options.out)
     description, _ = described(options.ckpt_path)
+    for name in UNUSED.get(description["kind"], ()):
+        if getattr(options, name) != parser.get_default(name):
+            raise ValueError(
+                f"--{name} {getattr(options, name)}: this checkpoint is for {description['kind']}, "
+                "which it does not change: leave it out"
+            )
     inputs = read_inputs(options.paths, description, options.text, options.pair)
     predictor = Predictor(
         options.ckpt_path,

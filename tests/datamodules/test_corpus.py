@@ -265,7 +265,7 @@ def test_others_may_read_a_token_file(corpus):
 @pytest.mark.parametrize(
     ("content", "settings", "said"),
     [
-        ("", {}, "has no text, expected documents that are not empty"),
+        ("", {}, r"texts.jsonl has no text, expected documents that are not empty"),
         ('{"text": ""}\n', {}, "has no text"),
         ('{"text": "ab"}\n', {}, "tokens to train on, expected a block of 16 or more"),
         ('{"body": "ab"}\n', {}, "line 1: there is no text 'text' in it"),

@@ -5,6 +5,7 @@ import cpu_torchvision  # noqa: F401
 import hashlib
 import pickle
 import shutil
+import warnings
 from pathlib import Path
 
 import lightning as L
@@ -211,6 +212,21 @@ def test_bad_folders_are_named(folders, tmp_path):
     draw(folders / "val/stranger/0.png")
     with pytest.raises(ValueError, match=r"val has the class 'stranger', .* 2 training classes"):
         folder_data(folders).setup()
+
+
+def test_folders_that_no_part_uses_are_said(folders):
+    (folders / "val").rename(folders / "valid")
+    with pytest.warns(UserWarning, match="the folders 'valid', which no part uses: name it in"):
+        folder_data(folders).setup()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        folder_data(folders, val="valid").setup()
+
+
+def test_an_empty_val_folder_is_named(folders):
+    (folders / "bare").mkdir()
+    with pytest.raises(FileNotFoundError, match="bare has no images: add some, or remove the fold"):
+        folder_data(folders, val="bare").setup()
 
 
 def test_a_part_without_images_is_named(folders):

@@ -55,6 +55,8 @@ def test_json_and_jsonl_read_alike(tmp_path: Path) -> None:
     lines = "\n\n".join(json.dumps(each) for each in entries)
     (tmp_path / "a.jsonl").write_text(lines, encoding="utf-8")
     assert read_instructions(tmp_path / "a.jsonl") == expected
+    short = write(tmp_path, [{"instruction": "Add.", "output": "3"}])
+    assert read_instructions(short) == [Instruction(fill_template("Add."), "3")]
 
 
 def test_only_the_response_and_its_end_count(data: InstructionData) -> None:
@@ -138,7 +140,7 @@ def test_generated_file_has_the_form(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ([entry(), {"instruction": "a", "output": "b"}], "entry 2: there is no key 'input' among"),
+        ([entry(), {"input": "a", "output": "b"}], "entry 2: there is no key 'instruct"),
         ([entry(output=3)], "entry 1: output is 3, expected a text"),
         ([entry(), ["a"]], "entry 2: this is a list, expected an object"),
         ({"data": []}, r"a\.json holds a dict, expected a list"),

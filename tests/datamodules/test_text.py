@@ -127,6 +127,15 @@ def test_a_label_that_only_the_test_part_has(tmp_path: Path) -> None:
         TextData(train, test=test).examples("test")
 
 
+def test_files_of_old_macs(tmp_path: Path) -> None:
+    """Their lines end in a carriage return, which is an ordinary character in other files."""
+    (tmp_path / "a.csv").write_bytes(b"sentence,label\ra,x\rb,y\r")
+    rows = read_table(tmp_path / "a.csv", ["sentence"])
+    assert rows == [(2, {"sentence": "a", "label": "x"}), (3, {"sentence": "b", "label": "y"})]
+    (tmp_path / "b.txt").write_bytes(b"one\rtwo\nthree\n")
+    assert open_lines(tmp_path / "b.txt") == ["one\rtwo", "three"]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [

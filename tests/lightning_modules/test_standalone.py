@@ -1,17 +1,26 @@
 """Plain and low-rank folders, loaded by their own README without this repository."""
 
 import json
+import sys
 
 import pytest
 import timm
 import torch
+from PIL import Image
 from transformers import BertConfig, BertForMaskedLM
 
+from lightning_modules.apet import insert
 from lightning_modules.pela import factorize
-from lightning_modules.standalone import plain, save
+from lightning_modules.standalone import mergeable, plain, save
 from lightning_modules.tuning import tune
 from lightning_modules.vera import add_vera
-from tests.lightning_modules.matformer.test_export import IDS, IMAGES, in_a_clean_process, vit
+from tests.lightning_modules.matformer.test_export import (
+    IDS,
+    IMAGES,
+    in_a_clean_process,
+    lines_of,
+    vit,
+)
 
 
 def bert():
@@ -36,6 +45,26 @@ def test_they_load_without_this_repository(tmp_path):
             expected = model(**given).logits if isinstance(given, dict) else model(given)
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5, msg=name)
         assert (folder / "load.py").is_file() == (folder / "manifest.json").is_file() == own
+
+
+@pytest.mark.parametrize("change", [lambda model: model, factorize], ids=["timm", "load.py"])
+def test_the_lines_prepare_images_as_in_training_and_name_classes(change, tmp_path, monkeypatch):
+    """0.2 everywhere is −1 behind the mean 0.4 and the standard deviation 0.2."""
+    prepared = {"input_size": (3, 16, 16), "mean": (0.4,) * 3, "std": (0.2,) * 3}
+    save(change(vit()), tmp_path, ["ant", "bee", "fly"], {**prepared, "crop_pct": 0.5})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "load", None)
+    del sys.modules["load"]
+    sys.path_importer_cache.clear()
+    scope = {}
+    exec(lines_of(tmp_path), scope)
+    image = Image.new("RGB", (64, 64))
+    image.paste((51, 51, 51), (16, 16, 48, 48))  # the half that the crop keeps
+    inputs = scope["transform"](image)
+    assert inputs.shape == (3, 16, 16)
+    torch.testing.assert_close(inputs[:, 2:-2, 2:-2], torch.full((3, 12, 12), -1.0))
+    assert scope["model"].pretrained_cfg["label_names"] == ["ant", "bee", "fly"]
 
 
 def headless():
@@ -64,6 +93,17 @@ def test_what_peft_has_trained_is_merged():
         torch.testing.assert_close(plain(model)(IMAGES), expected, rtol=1e-4, atol=1e-5)
     assert type(model.blocks[0].attn.qkv) is torch.nn.Linear
     assert list(model.state_dict()) == list(vit().state_dict())
+
+
+@pytest.mark.parametrize("operations", [["add", "concat"], ["plug"]])
+def test_it_is_known_what_can_be_merged(operations):
+    model = insert(vit(), 200, operations=operations)
+    assert mergeable(torch.nn.ModuleList([model])) == ("plug" not in operations)
+    if "plug" in operations:
+        with pytest.raises(ValueError, match=r"adapters \(plug\) cannot be merged"):
+            plain(model)
+    else:
+        plain(model)
 
 
 def test_nothing_of_an_earlier_model_stays(tmp_path):

@@ -83,8 +83,9 @@ class TestNormalisation:
         assert transform(*flags) == ((0.1, 0.2, 0.3), (1, 1, 1))
         said = other_normalisation(parse(FOLDER, overrides=[*flags, *self.other]))
         assert "mean (0.1, 0.2, 0.3)" in str(said)
-        start = parse(FOLDER, overrides=[f"--model.init_from={tmp_path}"])
-        assert "mean (0.1, 0.2, 0.3)" in str(other_normalisation(start))
+        for source in (tmp_path, tmp_path / "model.safetensors"):
+            start = parse(FOLDER, overrides=[f"--model.init_from={source}"])
+            assert "mean (0.1, 0.2, 0.3)" in str(other_normalisation(start))
 
     def test_a_checkpoint_says_what_it_was_trained_on(self, tmp_path):
         described = {"transform": {"mean": [0.4, 0.4, 0.3], "std": [0.5, 0.5, 0.5]}}
@@ -158,6 +159,19 @@ def test_json_lines_that_end_in_txt_are_said(tmp_path):
         "[a line in brackets]",
         "7",
     ]
+
+
+def test_a_training_says_its_classes_when_it_starts(monkeypatch, tmp_path):
+    """Two spellings of one label are seen before the training, not after it."""
+    said = []
+    monkeypatch.setattr(cli, "rank_zero_info", said.append)
+    monkeypatch.setattr(cli.RecipeCLI, "_run_subcommand", lambda self, verb: None)
+    table = tmp_path / "a.csv"
+    table.write_text("sentence,label\n" + "".join(f"s,{k}\n" for k in ("big", "big ", *range(10))))
+    flags = [f"--data.train={table}", "--model.architecture=bert", "--model.pretrained=false"]
+    cli.main(["fit", "-c", str(TEXT), *flags, "--data.tokenizer=null", "--trainer.logger=false"])
+    names = ", ".join(f"'{number}'" for number in range(10))
+    assert f"classes: {names}, 2 more" in said
 
 
 @pytest.fixture

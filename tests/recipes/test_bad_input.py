@@ -21,6 +21,7 @@ SMALL = (
 )
 TEXT = f"fit -c {RECIPES}/vera/text.yaml --trainer.accelerator cpu --trainer.logger false"
 TEXT += " --model.architecture bert --model.pretrained false --data.tokenizer null"
+ALBEF = f"fit -c {RECIPES}/albef/retrieval.yaml --preset tiny"
 RUN = "run/last.ckpt"
 
 
@@ -44,7 +45,15 @@ def place(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         pictures("single/cats")
-        pictures("good/a", "good/b", "other/train/a", "other/train/b", "other/val/z")
+        pictures(
+            "good/a",
+            "good/b",
+            "renamed/a",
+            "renamed/c",
+            "other/train/a",
+            "other/train/b",
+            "other/val/z",
+        )
         written("broken/1.png", b"no picture")
         for empty in ("empty", "bare/a", "bare/b"):
             Path(empty).mkdir(parents=True)
@@ -93,6 +102,20 @@ def place(tmp_path_factory):
             "the model 'vit_small_patch16_224' cannot be loaded",
         ),
         (f"{IMAGES} --data.root good{SMALL} --ckpt_path note.txt", "cannot be read as a checkp"),
+        (
+            f"{IMAGES} --data.root renamed{SMALL} --ckpt_path {RUN}",
+            "trained on other classes: from class 1 on it has 'b', and the data have 'c'. Give it",
+        ),
+        (
+            f"{IMAGES.replace('fit', 'validate')} --data.root renamed{SMALL} --ckpt_path {RUN}",
+            "from class 1 on it has 'b', and the data have 'c'",
+        ),
+        (f"{IMAGES} --data.root good --data.classes [5,6]", "in their order; --data.classes null"),
+        (
+            f"{ALBEF} --model.sizes.text.vocab_size 30522",
+            "--model.sizes.text.vocab_size is one entry of model.sizes.text: give all of its "
+            "entries as --model.sizes.text '{vocab_size: VALUE, …}'",
+        ),
         (f"{TEXT} --data.train column.csv", "there is no column 'label', the columns are 'sent"),
         (f"{TEXT} --data.train hole.csv", "hole.csv, line 3: there is no label: fill it in"),
         (f"{TEXT} --data.train torn.csv", "torn.csv, line 2: the row has 3 columns, expected 2"),
@@ -110,6 +133,11 @@ def place(tmp_path_factory):
         (f"predict --ckpt_path {RUN} good.csv", "good.csv is no picture"),
         (f"predict --ckpt_path {RUN} good --granularity Q", "this model has S, M, L, XL"),
         (f"predict --ckpt_path {RUN} good --max_params 10", "below the smallest submodel's"),
+        (
+            f"predict --ckpt_path {RUN} good --text body",
+            "--text body: this checkpoint is for im",
+        ),
+        (f"predict --ckpt_path {RUN} good --max_new_tokens 9", "--max_new_tokens 9: this checkpoi"),
         (f"predict --ckpt_path {RUN} good --adapter nowhere", "no manifest.json in nowhere"),
         (f"export {RUN} good", "good holds other files: expected a new folder"),
         (f"export {RUN} model.onnx", "model.onnx: add --to onnx for such a file, or name a folder"),

@@ -9,6 +9,7 @@ import yaml
 
 from lightning_modules.matformer import MatViT
 from recipes.cli import grid, layers, main, parse, presets
+from recipes.ending import ending
 
 MATFORMER = Path(__file__).resolve().parents[2] / "recipes" / "matformer"
 STAGE = ["-c", str(MATFORMER / "matvit.yaml")]
@@ -111,6 +112,15 @@ def test_an_interrupted_run_continues_in_a_folder_that_was_moved(tmp_path):
     last = tmp_path / "b" / "last.ckpt"
     run("fit", tmp_path / "b", "--trainer.max_epochs=2", f"--ckpt_path={last}")
     assert torch.load(last, weights_only=True)["global_step"] == 4
+
+
+def test_a_finished_run_that_is_resumed_in_another_folder_names_the_best_without_score(tmp_path):
+    """Lightning reloads the best checkpoint's path, but not its score."""
+    best = "--checkpoint.monitor=val/accuracy"
+    run("fit", tmp_path / "a", best)
+    again = run("fit", tmp_path / "b", best, f"--ckpt_path={tmp_path / 'a' / 'last.ckpt'}")
+    lines = ending(again.trainer, again.model).splitlines()
+    assert f"best checkpoint: {tmp_path / 'a' / 'epoch=0-step=2.ckpt'}" in lines
 
 
 @pytest.mark.parametrize("monitor", [[], ["--checkpoint.monitor=val/accuracy"]], ids=["", "best"])

@@ -19,11 +19,13 @@ import transformers
 from PIL import Image
 
 from datamodules.image_folders import ImageFolderData
+from lightning_modules.albef import VQA, Entailment, Pretraining, Retrieval
+from lightning_modules.apet import insert
 from lightning_modules.matformer import MatLM, MatViT, extract
 from lightning_modules.self_distillation import Adaptation, Finetuning
 from recipes import cli
 from recipes.__main__ import dispatch
-from recipes.ending import ending
+from recipes.ending import commands, ending
 from recipes.export import main as export
 from recipes.predict import Predictor, abridged, has_answers, main, number
 
@@ -79,6 +81,36 @@ def test_the_end_of_a_run_names_its_checkpoints_and_what_to_do_with_them(picture
     assert float(found[2]) == pytest.approx(float(scores[0]), rel=1e-3)
     assert predict.endswith(f"python -m recipes predict --ckpt_path {found[1]} PATH")
     assert export_.endswith(f"python -m recipes export {found[1]} FOLDER")
+
+
+class Trained:
+    """Stands for a trainer after a training on data of this description."""
+
+    def __init__(self, **description):
+        self.datamodule, self.describe = self, lambda: description
+
+
+@pytest.mark.parametrize(
+    ("kind", "begins"),
+    [(VQA, "ask"), (Retrieval, "search"), (Pretraining, "search"), (Entailment, None)],
+)
+def test_pictures_with_texts_have_their_own_commands(kind, begins):
+    lines = commands(Trained(kind="pictures and texts"), kind.__new__(kind), Path("a.ckpt"))
+    assert len(lines) == (begins is not None)
+    for line in lines:
+        assert f"python -m recipes.albef.use {begins} --ckpt_path a.ckpt " in line
+
+
+@pytest.mark.parametrize("operations", [["add"], ["plug"]])
+def test_export_is_named_where_it_can_merge(operations):
+    module = Finetuning.__new__(Finetuning)
+    torch.nn.Module.__init__(module)
+    module.model = insert(torch.nn.Sequential(torch.nn.Linear(9, 9)), 9, operations=operations)
+    predict, *rest = commands(Trained(kind="images"), module, Path("a.ckpt"))
+    assert "recipes predict --ckpt_path a.ckpt" in predict
+    assert ["recipes export a.ckpt FOLDER" in line for line in rest] == [True] * (
+        operations == ["add"]
+    )
 
 
 class TestImages:

@@ -57,12 +57,16 @@ def text(kind, auto=transformers.AutoModelForCausalLM, **settings):
     return auto.from_config(config).eval()
 
 
+def lines_of(folder):
+    """The code in a folder's README."""
+    (lines,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    return lines
+
+
 def in_a_clean_process(folders, inputs):
     """What the lines of each folder's README make of its inputs, run in the folder."""
     for folder, given in zip(folders, inputs, strict=True):
-        text = (folder / "README.md").read_text()
-        (lines,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-        (folder / "lines.py").write_text(lines)
+        (folder / "lines.py").write_text(lines_of(folder))
         torch.save(given, folder / "inputs.pt")
     code = CLEAN.format(torchvision=DECLARE)
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
