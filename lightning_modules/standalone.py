@@ -96,7 +96,8 @@ class Submodel:
 
 def mergeable(model: nn.Module) -> bool:
     """Whether `plain` can merge what was trained: no adapters, prompts or biases were inserted."""
-    placements = [part.apet.placement for part in model.modules() if hasattr(part, "apet")]
+    parts: list[Any] = [part for part in model.modules() if hasattr(part, "apet")]
+    placements = [part.apet.placement for part in parts]
     apart = any(one.plug or one.prompt or one.bias for one in placements)
     return not apart and not any(hasattr(part, "adapter") for part in model.modules())
 
