@@ -233,6 +233,13 @@ def shape_of(layer: Any) -> tuple[int, int]:
     return width(layer, 0), width(layer, 1)
 
 
+def is_layer_norm(kind: type) -> bool:
+    """Whether a class is a LayerNorm or an RMSNorm, for which each library has its own."""
+    return issubclass(kind, nn.LayerNorm) or kind.__name__.lower().endswith(
+        ("layernorm", "rmsnorm")
+    )
+
+
 def inside(name: str, modules: Sequence[str]) -> bool:
     """Whether a module or parameter name is one of the modules or lies inside one of them."""
     return any(name == module or name.startswith(f"{module}.") for module in modules)

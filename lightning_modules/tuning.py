@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_modules.apet import Apet, attach, bitfit, insert, prompt
 from lightning_modules.apet.checks import check_heads
-from lightning_modules.layouts import width
+from lightning_modules.layouts import is_layer_norm, width
 
 Tuning = Literal[
     "full",
@@ -88,7 +88,8 @@ def tune(
             `vector_length` of VB-LoRA's bank; `seed` of RandLoRA's matrices,
             APET's positions or a prompt's initial values; APET's `budget` and `operations`;
             `norms`, false to leave the layer norms out of "adapter_h" and "adapter_d"; `pooler`,
-            false to leave a pooler's bias out of "bitfit".
+            false to leave a pooler's bias out of "bitfit"; `layers`, ends of the names of the
+            layers and norms that "bitfit" gives a bias in a model without any.
 
     Returns:
         The same model.
@@ -125,10 +126,12 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _train_biases(model: nn.Module, heads: Sequence[str], pooler: bool = True) -> None:
+def _train_biases(
+    model: nn.Module, heads: Sequence[str], pooler: bool = True, layers: Sequence[str] = ()
+) -> None:
     biases = {name: p for name, p in model.named_parameters() if name.endswith("bias")}
     if not biases:
-        attach(model, Apet(bitfit(model, heads), heads=tuple(heads)))
+        attach(model, Apet(bitfit(model, heads, layers), heads=tuple(heads)))
     for name, bias in biases.items():
         bias.requires_grad_(pooler or "pooler" not in name.split("."))
 
@@ -206,7 +209,7 @@ def _add_adapters(model: nn.Module, method: str, rank: int, norms: bool = True) 
     if method in ("adapter_h", "adapter_d"):
         places = attention + feed_forward
         for module in model.modules():
-            if _is_layer_norm(module):
+            if is_layer_norm(type(module)):
                 module.requires_grad_(norms)
     for name in places:
         layer: Any = model.get_submodule(name)
@@ -223,12 +226,6 @@ def _upper_half(names: list[str]) -> list[str]:
     for name in names:
         stacks[re.split(r"\.\d+\.", name)[0]].append(name)
     return [name for stack in stacks.values() for name in stack[len(stack) // 2 :]]
-
-
-def _is_layer_norm(module: nn.Module) -> bool:
-    """Whether a module is a LayerNorm or an RMSNorm, for which each library has its own classes."""
-    name = type(module).__name__.lower()
-    return isinstance(module, nn.LayerNorm) or name.endswith(("layernorm", "rmsnorm"))
 
 
 def _adapt(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:

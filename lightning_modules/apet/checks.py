@@ -9,7 +9,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_modules.apet.placement import Placement, check_seed
 from lightning_modules.apet.prompt import check_prompt
-from lightning_modules.layouts import shape_of
+from lightning_modules.layouts import is_layer_norm
 
 # attribute that a method sets on a model whose layers it has changed → what has to be done first
 RECORDS = {
@@ -64,13 +64,19 @@ def check_placement(model: nn.Module, placement: Placement, seed: int) -> None:
             raise ValueError(f"{name} is no parameter of this {type(model).__name__}")
         if index is not None:
             _check_index(name, index, parameters[name].numel())
-    for name in (*placement.concat, *placement.plug, *placement.bias):
+    for name in (*placement.concat, *placement.plug):
         if type(modules.get(name)) not in (nn.Linear, Conv1D):
             raise ValueError(
                 f"{name} is a {type(modules.get(name)).__name__} of this {type(model).__name__}: "
                 "expected a plain linear layer (nn.Linear or Conv1D)"
             )
     for name in placement.bias:
+        kind = type(modules.get(name))
+        if kind not in (nn.Linear, Conv1D) and not is_layer_norm(kind):
+            raise ValueError(
+                f"{name} is a {kind.__name__} of this {type(model).__name__}: expected a plain "
+                "linear layer or a norm"
+            )
         if modules[name]._parameters.get("bias") is not None:
             raise ValueError(
                 f"{name} has a bias already, which a new one would replace: name {name}.bias in "
@@ -92,7 +98,7 @@ def tunable_count(model: nn.Module, placement: Placement) -> int:
         parameters[name].numel() if index is None else len(index)
         for name, index in placement.add.items()
     )
-    count += sum(shape_of(model.get_submodule(name))[0] for name in placement.bias)
+    count += sum(len(model.get_parameter(f"{name}.weight")) for name in placement.bias)
     count += sum(sum(sizes) for sizes in (*placement.concat.values(), *placement.plug.values()))
     if placement.prompt:
         embed: Any = model.get_input_embeddings()  # type: ignore[operator]

@@ -72,7 +72,7 @@ def insert(
 def attach(model: nn.Module, record: Apet) -> nn.Module:
     """Insert the parameters of a record, in place, and freeze the rest.
 
-    `attach(model, Apet(lora(model, ["query", "value"], rank=8), seed=0))` is LoRA.
+    `attach(model, Apet(bitfit(model), seed=0))` is BitFit.
 
     Args:
         model: as for `insert`.
@@ -109,8 +109,8 @@ def attach(model: nn.Module, record: Apet) -> nn.Module:
         module.__class__ = tuned_class(type(module), tuple(sorted(names)))  # type: ignore[arg-type]
     for name in placement.bias:
         layer: Any = modules[name]
-        outputs, _ = shape_of(layer)
-        layer.apet_bias = nn.Parameter(torch.zeros(outputs, device=_device(layer)))
+        weight = layer._parameters["weight"]
+        layer.apet_bias = nn.Parameter(torch.zeros(len(weight), device=weight.device))
     for name, (down, up) in placement.concat.items():
         layer = modules[name]
         outputs, inputs = shape_of(layer)

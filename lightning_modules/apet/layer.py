@@ -6,7 +6,8 @@ APET (arXiv 2306.02320), Section 5.1. A linear layer f becomes
 
 where f has trainable elements added to its weight and bias (ADD), W_3 and W_4 are the factors of
 CONCAT, and W_5 and W_6 the adapter of PLUG. Any other module, such as a norm or an embedding,
-computes with its parameters plus their trainable elements. All added terms start at zero.
+computes with its parameters plus their trainable elements; a norm may get a bias as well. All added
+terms start at zero.
 
 Element-wise tuning needs ∂L/∂W at a few thousand positions, and a dense gradient costs half as much
 as the rest of the layer's computation. `_TunedLinear` computes it at those positions only, as
@@ -29,6 +30,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from lightning_modules.apet.recompute import recompute_instead_of_saving
+from lightning_modules.layouts import is_layer_norm
 from lightning_modules.modes import precise
 
 # upper bound of the cost of one element of a sampled product, in elements of a dense product, which
@@ -138,6 +140,15 @@ class TunedEmbedding(Tuned):
         dtype = torch.promote_types(table.dtype, values.dtype)
         read_rows = table[rows].to(dtype).index_put(where, values[read].to(dtype), accumulate=True)
         return F.embedding(local_ids, read_rows.to(table.dtype))
+
+
+class TunedNorm(Tuned):
+    """A norm that adds a new bias, if it has been given one (T5's norms have none)."""
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        output = super().forward(*inputs)
+        bias = self._parameters.get("apet_bias")
+        return output if bias is None else output + bias.to(output.dtype)
 
 
 class _ScatterAdd(torch.autograd.Function):
@@ -267,9 +278,10 @@ def tuned_class(kind: Any, names: tuple[str, ...]) -> type:
         return property(lambda module: module.tuned(name))
 
     base = {nn.Linear: TunedLinear, Conv1D: TunedLinear, nn.Embedding: TunedEmbedding}
+    other = TunedNorm if is_layer_norm(kind) else Tuned
     members: dict[str, Any] = {name: with_elements(name) for name in names}
     members |= {"apet_kind": kind, "apet_names": names, "__module__": kind.__module__}
-    return type(kind.__name__, (base.get(kind, Tuned), kind), members)
+    return type(kind.__name__, (base.get(kind, other), kind), members)
 
 
 def _rebuild(kind: type, names: tuple[str, ...]) -> Any:

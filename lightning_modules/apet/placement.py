@@ -2,8 +2,8 @@
 
 APET (arXiv 2306.02320), Section 5.1 and Appendix C: tunable weights may be anywhere in a model, in
 any structure, down to single elements of existing weights; a budget fixes their number. A
-`Placement` holds the positions, `draw` draws them at random, and `bitfit`, `lora`, `adapter` and
-`prompt` express the usual tuning methods in the same form.
+`Placement` holds the positions, `draw` draws them at random, and `bitfit` and `prompt` express
+these methods in the same form. LoRA is `concat` of rank r at a few layers, and Adapter is `plug`.
 
 The draw divides the budget evenly among the operations:
 
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from lightning_modules.layouts import inside, shape_of, uncalled_layers
+from lightning_modules.layouts import inside, is_layer_norm, shape_of, uncalled_layers
 from lightning_modules.optim import head_parameters
 
 Operation = Literal["add", "concat", "plug"]
@@ -43,7 +43,8 @@ class Placement:
     Attributes:
         add: name of a parameter → flat indices (n,) of its trainable elements, ascending, or None
             for all.
-        bias: names of linear layers without a bias that get one, starting at zero (T5's BitFit).
+        bias: names of linear layers and norms without a bias that get one, starting at zero (T5's
+            BitFit).
         concat: name of a linear layer → numbers of trainable elements of W_3 and W_4, which are
             filled term by term.
         plug: name of a linear layer → numbers of trainable elements of W_5, b_5, W_6 and b_6, which
@@ -236,62 +237,27 @@ def _draw_neurons(
     return {name: drawn[name] for name in names if name in drawn}
 
 
-def bitfit(model: nn.Module, heads: Sequence[str] = ()) -> Placement:
+def bitfit(model: nn.Module, heads: Sequence[str] = (), layers: Sequence[str] = ()) -> Placement:
     """BitFit (Ben Zaken et al., 2022) as ADD: every bias, or new ones if the model has none (T5).
 
     Args:
         model: the model.
         heads: names of modules to leave out.
+        layers: ends of the names of the linear layers and norms that get a new bias; all linear
+            layers but the output layer when empty.
 
     Raises:
-        ValueError: if the model has neither biases nor linear layers.
+        ValueError: if the model has neither biases nor linear layers, or no layer of such a name.
     """
     biases: dict[str, Tensor | None] = {
         name: None for name in body_parameters(model, heads) if name.endswith("bias")
     }
-    missing: tuple[str, ...] = ()
-    if not biases:
-        missing = tuple(linear_layers(model, heads))
-    if not biases and not missing:
+    if biases:
+        return Placement(add=biases)
+    missing = _ending_in(model, layers) if layers else tuple(linear_layers(model, heads))
+    if not missing:
         raise ValueError(f"{type(model).__name__} has neither biases nor linear layers for BitFit")
-    return Placement(add=biases, bias=missing)
-
-
-def lora(
-    model: nn.Module, targets: Sequence[str], rank: int = 8, alpha: float | None = None
-) -> Placement:
-    """LoRA (Hu et al., 2022) as CONCAT: h_in·W_3·W_4 of rank r at the named layers.
-
-    Args:
-        model: the model.
-        targets: ends of the layers' names, such as ["query", "value"].
-        rank: rank r of every layer's update.
-        alpha: the scale is alpha / rank; 1 when None.
-
-    Raises:
-        ValueError: if no linear layer's name ends in one of the targets.
-    """
-    chosen = _ending_in(model, targets)
-    terms = {
-        name: (rank * inputs, rank * outputs)
-        for name, (outputs, inputs) in ((n, shape_of(layer)) for n, layer in chosen.items())
-    }
-    return Placement(concat=terms, scale=1.0 if alpha is None else alpha / rank)
-
-
-def adapter(model: nn.Module, targets: Sequence[str], width: int = 24) -> Placement:
-    """Adapters (Houlsby et al., 2019) as PLUG, after the named layers.
-
-    Args:
-        model: the model.
-        targets: ends of the names of the output layers of attention and feed-forward network.
-        width: number of hidden neurons of an adapter.
-
-    Raises:
-        ValueError: if no linear layer's name ends in one of the targets.
-    """
-    chosen = {name: shape_of(layer)[0] for name, layer in _ending_in(model, targets).items()}
-    return Placement(plug={n: (width * d, width, width * d, d) for n, d in chosen.items()})
+    return Placement(bias=missing)
 
 
 def prompt(tokens: int = 100) -> Placement:
@@ -299,20 +265,21 @@ def prompt(tokens: int = 100) -> Placement:
     return Placement(prompt=tokens)
 
 
-def _ending_in(model: nn.Module, targets: Sequence[str]) -> dict[str, Any]:
-    linear = linear_layers(model)
-    chosen = {
-        name: layer
-        for name, layer in linear.items()
-        if any(name == target or name.endswith(f".{target}") for target in targets)
-    }
-    if not chosen:
-        ends = sorted({name.rpartition(".")[2] for name in linear})
-        raise ValueError(
-            f"no linear layer of {type(model).__name__} ends in {', '.join(targets)}: "
-            f"expected some of {', '.join(ends) or 'none'}"
-        )
-    return chosen
+def _ending_in(model: nn.Module, ends: Sequence[str]) -> tuple[str, ...]:
+    """The names of the linear layers and norms that are, or end in, one of `ends`."""
+    names = [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear or is_layer_norm(type(module))
+    ]
+    for end in ends:
+        if not any(f".{name}".endswith(f".{end}") for name in names):
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+            raise ValueError(
+                f"no linear layer or norm of {type(model).__name__} ends in {end}: expected some "
+                f"of {known or 'none'}"
+            )
+    return tuple(name for name in names if any(f".{name}".endswith(f".{end}") for end in ends))
 
 
 def _output_layer(model: nn.Module) -> nn.Module | None:

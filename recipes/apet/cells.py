@@ -31,6 +31,8 @@ PAIRS = {
     ("MiniLM", "bge-small"): "small",
     ("width-64", "width-256"): "small_widths",
     ("BERT-small", "BERT-large"): "paper",
+    ("BLOOM-560M", "BLOOM-7.1B"): "paper",
+    ("T5-small", "T5-XXL"): "paper",
 }
 VARIED = (
     "model.method",
@@ -69,8 +71,10 @@ def options(parser: ArgumentParser, names: Sequence[str] = ("models", "tasks")) 
         parser.add_argument(f"--{name}", default=[], type=names_in, metavar="A,B", help=text)
 
 
-def chosen(run: Run, what: str, known: Iterable[str]) -> list[str]:
-    """The models or tasks in `known` that the flag --models or --tasks names; without it, all.
+def chosen(run: Run, what: str, known: Iterable[str], default: Sequence[str] = ()) -> list[str]:
+    """The models or tasks in `known` that the flag --models or --tasks names.
+
+    Without the flag those in `default`; all if it is empty.
 
     Raises:
         ValueError: if the flag names an unknown one.
@@ -79,7 +83,8 @@ def chosen(run: Run, what: str, known: Iterable[str]) -> list[str]:
     given = getattr(run.options, what)
     if unknown := [name for name in given if name not in known]:
         raise ValueError(f"--{what} has {unknown[0]!r}: expected some of {', '.join(known)}")
-    return [name for name in known if not given or name in given]
+    wanted = given or default or known
+    return [name for name in known if name in wanted]
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,7 @@ def train(run: Run, grid: Mapping[str, Any], cell: Cell) -> list[Stage]:
     If the grid has several learning rates, the cells that `cell` is like train with each of them;
     other cells train once, with the rate that was best there.
     """
-    rates, config, varied, settings = _rates(run, grid, cell)
+    rates, config, varied, settings = _settings(run, grid, cell)
     if len(rates) == 1:
         settings["model.lr"] = rates[0]
         return [run.stage(cell.name, config, cell.seed, varied, settings)]
@@ -156,24 +161,13 @@ def _like(cell: Cell) -> tuple[Cell, ...]:
 
 def _trials(run: Run, grid: Mapping[str, Any], cell: Cell) -> list[Stage]:
     """Declare a training of the cell with each learning rate."""
-    rates, config, varied, settings = _rates(run, grid, cell)
+    rates, config, varied, settings = _settings(run, grid, cell)
     return [
         run.stage(
             f"{cell.name} lr {rate:g}", config, cell.seed, {**varied, "model.lr": rate}, settings
         )
         for rate in rates
     ]
-
-
-def _rates(
-    run: Run, grid: Mapping[str, Any], cell: Cell
-) -> tuple[Sequence[float], str, dict[str, Any], dict[str, Any]]:
-    """A cell's learning rates, and what `_settings` returns."""
-    config, varied, settings = _settings(run, grid, cell)
-    entry = grid["models"][cell.model]
-    # in order of precedence: the method's, the model's, the stage's
-    rates = entry.get("rates", grid["rates"][entry["config"]])
-    return grid["rates"].get(varied["model.method"], rates), config, varied, settings
 
 
 def is_free_text(grid: Mapping[str, Any], task: str) -> bool:
@@ -188,8 +182,8 @@ def fits(grid: Mapping[str, Any], model: str, task: str) -> bool:
 
 def _settings(
     run: Run, grid: Mapping[str, Any], cell: Cell
-) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """A cell's YAML file, its varied settings, and the settings that flags may change."""
+) -> tuple[Sequence[float], str, dict[str, Any], dict[str, Any]]:
+    """A cell's learning rates, YAML file, varied settings, and settings that flags may change."""
     model, task = grid["models"][cell.model], dict(grid["tasks"][cell.task])
     words, config = task.pop("words", None), model["config"]
     if words is None:
@@ -204,8 +198,11 @@ def _settings(
         settings["data.max_length"] -= settings["data.target_length"]
     if model.get("pretrain"):
         settings["model.init_from"] = pretrain(run, grid, cell.model)
+    # in order of precedence: the method's, the model's, the stage's
+    rates = model.get("rates", grid["rates"][model["config"]])
+    rates = grid["rates"].get(settings["model.method"], rates)
     varied = {key: settings.pop(key) for key in VARIED if key in settings}
-    return config, varied, settings
+    return rates, config, varied, settings
 
 
 def pretrain(run: Run, grid: Mapping[str, Any], model: str) -> Stage:

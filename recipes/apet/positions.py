@@ -13,7 +13,7 @@ chose alone is trained again, even if the choice stays the same. Start with the 
 
     python -m recipes.apet.positions                  generated sentences, on a CPU
     make weights && python -m recipes.apet.positions --preset small --seeds 2 --jobs 2
-    python -m recipes.apet.positions --preset paper --seeds 3   BERT-small and BERT-large
+    python -m recipes.apet.positions --preset paper --seeds 3    BERT, BLOOM and T5
 """
 
 import statistics
@@ -63,7 +63,7 @@ def declare(run: Run) -> None:
     settings = grid["positions"]
     rows, draws = run.rows(PET), settings["draws"]
     for seed in run.seeds:
-        for model in chosen(run, "models", settings["models"]):
+        for model in chosen(run, "models", grid["models"], settings["models"]):
             for task in chosen(run, "tasks", settings["tasks"]):
                 scores: dict[str, dict[str, Any]] = {}
                 for row in rows:
@@ -145,8 +145,10 @@ def measure_mean_spread(m: Measuring) -> Iterator[Row]:
 
 def report(table: pd.DataFrame, run: Run) -> list[str]:
     """Spread by budget and model, and every draw's score."""
-    settings = run.grid(GRID)["positions"]
-    models, tasks = (chosen(run, what, settings[what]) for what in ("models", "tasks"))
+    grid = run.grid(GRID)
+    settings = grid["positions"]
+    models = chosen(run, "models", grid["models"], settings["models"])
+    tasks = chosen(run, "tasks", settings["tasks"])
     missing = [METHODS[row] for row in PET if row not in set(table["row"])]
     columns = []
     for task in tasks:

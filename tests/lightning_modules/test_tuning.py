@@ -249,3 +249,13 @@ def test_apet_and_prompts_are_tuned_like_the_rest():
 def test_bitfit_gives_biases_to_a_model_without_any():
     model = torch.nn.Sequential(torch.nn.Linear(2, 3, bias=False))
     assert [p.numel() for p in trainable(tune(model, "bitfit")).values()] == [3]
+
+    def with_norm():
+        return torch.nn.Sequential(torch.nn.Linear(2, 3, bias=False), torch.nn.RMSNorm(3))
+
+    model = tune(with_norm(), "bitfit", layers=["1"])
+    assert {name: p.numel() for name, p in trainable(model).items()} == {"1.apet_bias": 3}
+    with pytest.raises(
+        ValueError, match="no linear layer or norm of Sequential ends in q: .* 0, 1"
+    ):
+        tune(with_norm(), "bitfit", layers=["1", "q"])

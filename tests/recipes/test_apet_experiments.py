@@ -431,6 +431,43 @@ def test_a_threshold_that_one_seed_misses_is_not_judged():
     assert word == "not judged" and "full fine-tuning of bge-small: +0.75 of the seeds" in reason
 
 
+@pytest.mark.parametrize("name", ["positions", "counts"])
+def test_a_decoder_is_tuned_at_random_positions(name, tmp_path):
+    """--models takes every model of the grid, and not only those of the preset's claims."""
+    rows = ("--rows", "prompt") if name == "positions" else ()
+    table, text = run(name, tmp_path, "--models", "decoder-32", *rows)
+    tuned = values(table, "tuned", "SST-2, decoder-32")
+    tuned.pop("full", None)
+    expected = [4 * 32, 4 * 32] if rows else [1, 30, 1000]  # a prompt of four tokens
+    assert list(tuned.values()) == expected
+    assert "decoder-32" in text
+
+
+@pytest.mark.parametrize("name", ["positions", "counts"])
+def test_bloom_and_t5_run_at_paper(name, monkeypatch):
+    """With the learning rates and label words of their families, a large and a small model each."""
+    monkeypatch.setattr("recipes.apet.positions.budget_of", lambda *_: 121_216)  # needs the hub
+    stages = declared(name, "--preset", "paper", "--tasks", "RTE")
+    row = "APET bitfit 0" if name == "positions" else "6400"
+    for model, rates in (
+        ("BERT-small", [3e-4]), ("BERT-large", [3e-4]), ("BLOOM-560M", [3e-4, 5e-5]),
+        ("BLOOM-7.1B", [3e-4, 5e-5]), ("T5-small", [1e-4, 1e-3, 1e-2]),
+        ("T5-XXL", [1e-4, 1e-3, 1e-2]),
+    ):  # fmt: skip
+        trials = {
+            at(stage.parsed(), "model.lr"): stage.parsed()
+            for stage_name, stage in stages.items()
+            if f"RTE {model} {row}" == stage_name.partition(" lr ")[0]
+        }
+        assert list(trials) == rates
+        if not model.startswith("BERT"):
+            assert at(trials[rates[0]], "data.label_words") == ["yes", "no"]
+    # further sizes by --models
+    assert any(
+        "BLOOM-3B" in one for one in declared(name, "--preset", "paper", "--models=BLOOM-3B")
+    )
+
+
 def test_transfer(tmp_path):
     table, text = run("transfer", tmp_path, "--rows", "lora")
     matrix = table[table["metric"] == "accuracy"]
@@ -658,24 +695,25 @@ def bloom_of(layers, width):
     return BloomForCausalLM(config)
 
 
-def t5_of(layers, width, hidden, heads):
+def t5_of(layers, width, hidden, heads, **further):
+    sizes = {"vocab_size": 32128, "num_layers": layers, **further}
     config = T5Config(
-        vocab_size=32128, num_layers=layers, d_model=width, d_kv=64, d_ff=hidden, num_heads=heads,
-        feed_forward_proj="gated-gelu", tie_word_embeddings=False,
+        d_model=width, d_kv=64, d_ff=hidden, num_heads=heads, feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False, **sizes,
     )  # fmt: skip
     return T5ForConditionalGeneration(config)
 
 
-SIZES = {  # of the released code; T5's BitFit is another rule there, see the card
+SIZES = {  # of the released code, but for BitFit of T5-XXL, see the next test
     "BERT-small": (bert_of, (4, 512), 51_200, 23_040, 65_536, 200_896),
     "BERT-base": (bert_of, (12, 768), 76_800, 102_144, 294_912, 903_744),
     "BERT-large": (bert_of, (24, 1024), 102_400, 271_360, 786_432, 2_409_600),
     "BLOOM-560M": (bloom_of, (24, 1024), 102_400, 272_384, 786_432, 2_409_600),
     "BLOOM-1.1B": (bloom_of, (24, 1536), 153_600, 408_576, 1_179_648, 3_613_824),
     "BLOOM-7.1B": (bloom_of, (30, 4096), 409_600, 1_359_872, 3_932_160, 12_043_680),
-    "T5-small": (t5_of, (8, 512, 1024, 6), 51_200, None, 229_376, 803_584),
-    "T5-base": (t5_of, (12, 768, 2048, 12), 76_800, None, 589_824, 1_807_488),
-    "T5-XXL": (t5_of, (24, 4096, 10240, 64), 409_600, None, 6_291_456, 19_269_888),
+    "T5-small": (t5_of, (8, 512, 1024, 6), 51_200, 121_216, 229_376, 803_584),
+    "T5-base": (t5_of, (12, 768, 2048, 12), 76_800, 270_208, 589_824, 1_807_488),
+    "T5-XXL": (t5_of, (24, 4096, 10240, 64), 409_600, 2_497_920, 6_291_456, 19_269_888),
 }
 
 
@@ -684,12 +722,18 @@ def test_the_methods_have_the_released_sizes(name):
     settings = grid(module_of("scales").EXPERIMENT.folder / f"{GRID}.yaml", "paper")
     build, shape, *sizes = SIZES[name]
     for method, size in zip(PET, sizes, strict=True):
-        if size is None:
-            continue
         with torch.device("meta"):
             model = build(*shape)
             heads = ["classifier"] if build is bert_of else []
             assert tuned_in(model, heads, of_method(settings, method, name)) == size
+
+
+def test_the_released_bitfit_of_t5_xxl_is_that_of_a_smaller_model():
+    """Its 2,444,644 fit one decoder block less, and 32,100 outputs, the tokenizer's tokens."""
+    settings = grid(module_of("scales").EXPERIMENT.folder / f"{GRID}.yaml", "paper")
+    with torch.device("meta"):
+        model = t5_of(24, 4096, 10240, 64, num_decoder_layers=23, vocab_size=32100)
+        assert tuned_in(model, [], of_method(settings, "bitfit", "T5-XXL")) == 2_444_644
 
 
 def test_a_decoder_s_budget_is_its_language_model_s():
@@ -707,3 +751,5 @@ def test_every_preset_trains_the_models_that_its_claims_compare(name):
         compared = claim.test if isinstance(claim.test, tuple) else (claim.test,)
         assert {side for one in compared for side in (one.a, one.b)} <= set(models)
     assert {claim.preset for claim in module_of(name).CLAIMS} == {"small", "small_widths", "paper"}
+    ends = {claim.name.replace(",", " →").rpartition(": ")[2] for claim in module_of(name).CLAIMS}
+    assert {"BLOOM-560M → BLOOM-7.1B", "T5-small → T5-XXL"} <= ends

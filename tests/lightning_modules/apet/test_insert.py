@@ -30,13 +30,11 @@ from transformers import (
 
 from lightning_modules.apet import (
     Apet,
-    adapter,
     attach,
     bitfit,
     draw,
     insert,
     load,
-    lora,
     merge,
     prompt,
     save,
@@ -44,8 +42,9 @@ from lightning_modules.apet import (
     tunables,
 )
 from lightning_modules.apet.layer import product_elements
-from lightning_modules.apet.placement import Placement
+from lightning_modules.apet.placement import Placement, linear_layers
 from lightning_modules.apet.prompt import add_prompt
+from lightning_modules.layouts import shape_of
 from lightning_modules.tuning import tune
 from lightning_modules.vera.vera import add_vera, layers_of
 
@@ -281,7 +280,7 @@ class Shared(torch.nn.Module):
 
 def test_concat_does_not_merge_into_a_shared_weight():
     """It would change the other layer, too."""
-    model = attach(Shared(), Apet(lora(Shared(), ["other"], rank=1)))
+    model = attach(Shared(), Apet(Placement(concat={"other": (4, 4)})))
     scatter(model)
     expected = model(torch.ones(1, 4))
     with pytest.raises(ValueError, match="of other cannot be .* also that of one: keep the model"):
@@ -412,6 +411,30 @@ def test_bitfit_is_add():
     same_steps(ours, theirs)
 
 
+def test_a_new_bias_is_added_to_a_layer_s_output_and_to_a_norm_s(tmp_path):
+    """The released code's BitFit of T5, whose output layer shares the embedding's weight here."""
+    ends = ["SelfAttention.q", "wo", "layer_norm", "final_layer_norm", "lm_head"]
+    placement = bitfit(made("t5"), layers=ends)
+    model = attach(made("t5"), Apet(placement))
+    assert count(model) == 4 * 32 + 4 * 32 + (4 + 6 + 2) * 32 + 60
+    assert torch.equal(still(model), still(made("t5")))
+    output(model).square().sum().backward()
+    assert all(parameter.grad.any() for parameter in tunables(model).values())
+    scatter(model)
+    changed = still(model)
+    theirs = made("t5")  # the same by hooks
+    for name in placement.bias:
+        bias = model.get_submodule(name).apet_bias
+        theirs.get_submodule(name).register_forward_hook(lambda _m, _x, y, bias=bias: y + bias)
+    torch.testing.assert_close(still(theirs), changed)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(still(again), changed)
+    save(model, tmp_path / "theta.safetensors")
+    loaded = load(made("t5"), tmp_path / "theta.safetensors", placement)
+    assert torch.equal(still(loaded), changed)
+    assert torch.equal(still(strip(model)), still(made("t5")))
+
+
 def test_bitfit_knows_the_bias_of_a_fused_projection():
     """nn.MultiheadAttention calls its own in_proj_bias."""
     torch.manual_seed(0)
@@ -454,10 +477,23 @@ def same_steps(ours, theirs):
     torch.testing.assert_close(output(ours), output(theirs), atol=1e-5, rtol=1e-5)
 
 
+def lora(model, targets, rank, scale=1.0):
+    """Rank-one terms, `rank` of them at every target."""
+    shapes = {n: shape_of(m) for n, m in linear_layers(model).items() if n.endswith(targets)}
+    terms = {name: (rank * inputs, rank * outputs) for name, (outputs, inputs) in shapes.items()}
+    return Placement(concat=terms, scale=scale)
+
+
+def adapter(model, targets, width):
+    """Neurons after the targets, `width` of them, and a bias behind them."""
+    outputs = {n: shape_of(m)[0] for n, m in linear_layers(model).items() if n.endswith(targets)}
+    return Placement(plug={n: (width * out, width, width * out, out) for n, out in outputs.items()})
+
+
 def test_lora_is_concat():
-    targets = ["query", "value"]
+    targets = ("query", "value")
     model = made("bert")
-    ours = attach(model, Apet(lora(model, targets, rank=4, alpha=8), 0))
+    ours = attach(model, Apet(lora(model, targets, rank=4, scale=8 / 4), 0))
     theirs = tune(made("bert"), "lora", rank=4, targets=targets, alpha=8)
     assert count(ours) == count(theirs) == 2 * 2 * 4 * (32 + 32)
     layers = dict(theirs.named_modules())
@@ -470,7 +506,7 @@ def test_lora_is_concat():
 
 def test_vera_is_concat_of_the_same_rank_and_not_the_other_way_round():
     """Λ_b B Λ_d A = W_4ᵀ W_3ᵀ with W_3 = (d ⊙ A)ᵀ and W_4 = (b ⊙ B)ᵀ (rows scaled by d and b)."""
-    targets, rank, generator = ["query", "value"], 4, torch.Generator().manual_seed(3)
+    targets, rank, generator = ("query", "value"), 4, torch.Generator().manual_seed(3)
     theirs = add_vera(made("bert", torch.float64), rank, targets)
     layers = layers_of(theirs)
     ours = attach(made("bert", torch.float64), Apet(lora(made("bert"), targets, rank=rank), 0))
@@ -504,7 +540,7 @@ def test_vera_is_concat_of_the_same_rank_and_not_the_other_way_round():
 
 
 def test_adapters_are_plug():
-    targets = ["attention.output.dense", "output.dense"]
+    targets = ("attention.output.dense", "output.dense")
     model = made("bert")
     ours = attach(model, Apet(adapter(model, targets, width=5), 0))
     theirs = tune(made("bert"), "adapter_p", rank=5)  # behind the feed-forward part only
