@@ -12,6 +12,7 @@ from lightning_modules.albef.bert import Bert
 from lightning_modules.albef.checkpoint import load_albef, start_text, start_vision
 from lightning_modules.albef.model import ALBEF, Task, build, skipped
 from lightning_modules.albef.momentum import Momentum
+from lightning_modules.fsdp2 import data_parallel
 from lightning_modules.optim import (
     build_optimizer,
     parameter_groups,
@@ -118,9 +119,8 @@ class AlbefModule(L.LightningModule):
             temperature.requires_grad_(True)  # it belongs to the contrastive heads
         momentum = Momentum(model, h.decay)
         if self.device_mesh is not None:
-            mesh = self.device_mesh["data_parallel"]
             for sharded in (model, momentum.model):
-                shard(sharded, mesh)  # type: ignore[arg-type]
+                shard(sharded, self.device_mesh)  # type: ignore[arg-type]
         self.model, self.momentum = model, momentum
 
     def dense(self) -> ALBEF:
@@ -187,14 +187,15 @@ class AlbefModule(L.LightningModule):
 
 
 def shard(model: ALBEF, mesh: DeviceMesh) -> None:
-    """Shard an ALBEF's parameters over the devices of a mesh (FSDP2), block by block, in place."""
+    """Shard an ALBEF's parameters over a strategy's mesh (FSDP2), block by block, in place."""
+    devices = data_parallel(mesh)
     berts = [module for module in model.modules() if isinstance(module, Bert)]
     blocks: list[nn.Module] = [*model.visual_encoder.blocks]  # type: ignore[misc]
     for bert in berts:
         blocks.extend(bert.layers)
     for block in blocks:
-        fully_shard(block, mesh=mesh)
+        fully_shard(block, mesh=devices)
     # reshard the root after each of its methods, because the momentum update reads the shards
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=devices, reshard_after_forward=True)
     for name in model.methods:
         register_fsdp_forward_method(model, name)

@@ -142,7 +142,7 @@ class Adaptation(L.LightningModule):
         freeze_what_no_loss_reaches(model, h)
         self.model = model
         if self.device_mesh is not None:
-            shard(model, self.device_mesh["data_parallel"])
+            shard(model, self.device_mesh)
             register_fsdp_forward_method(model, "encode")
 
     def build_teacher(self) -> nn.Module:
