@@ -64,7 +64,8 @@ def named_state(state: dict[str, Any], optimizer: Optimizer, model: nn.Module) -
 
     Args:
         state: of an optimizer with the same parameter groups, as `state_dict()` returns it.
-        optimizer: whose groups tell which number stands for which parameter.
+        optimizer: whose groups tell which number stands for which parameter; each has its
+            parameters in the model's order, to which FSDP2 sorts the numbers when it saves.
         model: has the optimizer's parameters.
     """
     name_of = {parameter: name for name, parameter in model.named_parameters()}
