@@ -33,6 +33,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from callbacks.resuming import Resuming
 from callbacks.seeding import SeedEveryStep
 from lightning_modules.fsdp2 import FSDP2
 from lightning_modules.weights import read_checkpoint
@@ -193,8 +194,8 @@ class RecipeCLI(LightningCLI):
         strategy = trainer.strategy
         if isinstance(strategy, ModelParallelStrategy) and not isinstance(strategy, FSDP2):
             raise ValueError(
-                "trainer.strategy is Lightning's ModelParallelStrategy, which can load moments into "
-                "the wrong parameters when a run resumes: use --trainer.strategy fsdp2"
+                "trainer.strategy is Lightning's ModelParallelStrategy, which can load moments "
+                "into the wrong parameters when a run resumes: use --trainer.strategy fsdp2"
             )
         trainer.callbacks.extend(self.further_callbacks)
         checkpoint = trainer.checkpoint_callback
@@ -205,7 +206,7 @@ class RecipeCLI(LightningCLI):
             changes["save_on_train_epoch_end"] = _saved_at_epoch_end(settings)
             copy = ModelCheckpoint(**{**settings.checkpoint.as_dict(), **changes})
             trainer.callbacks.append(copy)
-        trainer.callbacks.append(SaveEnd())
+        trainer.callbacks += [Resuming(), SaveEnd()]
         return trainer
 
     def _run_subcommand(self, subcommand: str) -> None:

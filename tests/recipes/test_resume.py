@@ -83,3 +83,6 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(case, tmp_path):
     assert resumed["global_step"] == whole["global_step"]
     for part in ("state_dict", "optimizer_states", "lr_schedulers"):
         assert_same(resumed[part], whole[part])
+    if options == EVERY_EPOCH:
+        with pytest.raises(ValueError, match="256 samples in an optimizer step and .* has 128"):
+            fit(tmp_path / "other", *options, last, "--data.batch_size=128")
