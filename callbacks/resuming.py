@@ -1,4 +1,4 @@
-"""Refuses to resume a run that would not continue as the uninterrupted one."""
+"""Makes a resumed run continue as the uninterrupted one, or refuses to resume it."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ KEY = "samples_per_step"  # in a checkpoint
 
 
 class Resuming(L.Callback):
-    """Resumes only with as many samples per optimizer step.
+    """Resumes only with as many samples per optimizer step, and at the right epoch.
 
     Batch sizes are per device, so on another number of devices an epoch would have another number
     of steps, and the learning rate's schedule would end early or begin again.
@@ -37,6 +37,18 @@ class Resuming(L.Callback):
                 "data.batch_size, which is per device, or trainer.accumulate_grad_batches so that "
                 f"there are {before}, or start a new run from its weights with model.init_from"
             )
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Begin the next epoch if the checkpoint is of the end of one.
+
+        With max_steps, Lightning 2.6 would first run one batch more as the epoch that has ended.
+        """
+        loop = trainer.fit_loop
+        if loop.restarted_on_epoch_end:
+            loop.epoch_progress.increment_completed()
+            loop.reset_restart_stage()
+            # not the property, which stays true under max_steps
+            loop._restarting = loop.epoch_loop.restarting = False
 
 
 def samples_per_step(trainer: L.Trainer) -> int | None:

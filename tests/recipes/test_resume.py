@@ -60,6 +60,15 @@ CASES = {
     "inside an epoch": ([], 8),
     "at the end of an epoch": (EVERY_EPOCH, 5),
     "with mixup": (["--data.mixup=0.5"], 8),
+    "at the end of an epoch, under max_steps": (
+        [
+            *EVERY_EPOCH,
+            "--trainer.max_epochs=-1",
+            f"--trainer.max_steps={BATCHES * EPOCHS}",
+            "--trainer.check_val_every_n_epoch=2",  # so that nothing validates at epoch 1's end
+        ],
+        5,
+    ),
     # the epoch's five batches make three steps of 2, 2 and 1
     "with accumulated steps": (["--trainer.accumulate_grad_batches=2"], 7),
 }
