@@ -151,7 +151,16 @@ class AlbefModule(L.LightningModule):
         self.hparams["ranks"] = plan_of(model) if low_rank_layers(model) else None
 
     def on_fit_start(self) -> None:
-        """Keep m for an optimizer step: the momentum model is updated with every batch of it."""
+        """Keep m for an optimizer step: the momentum model is updated with every batch of it.
+
+        Raises:
+            ValueError: the weights are of 16 bits, in which the momentum model would stand still.
+        """
+        if self.trainer.precision in ("bf16-true", "16-true"):
+            raise ValueError(
+                f"trainer.precision is {self.trainer.precision}, in which the momentum model's "
+                "updates are rounded away: set it to bf16-mixed"
+            )
         self.momentum.decay = self.settings.decay ** (1 / self.trainer.accumulate_grad_batches)
 
     def alpha(self, batch_idx: int) -> float:
