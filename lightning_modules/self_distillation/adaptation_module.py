@@ -230,7 +230,11 @@ class Adaptation(L.LightningModule):
         )
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Add a batch to `val/mae`, with the same masks in every epoch."""
+        """Add a batch to `val/mae`, with the same masks in every epoch.
+
+        A batch's masks are drawn by its number on its device, so that `val/mae` depends a little on
+        the evaluation batch size and on the number of devices.
+        """
         inputs, labels = split(batch)
         real = labels != IGNORED
         count = int(real.sum())
