@@ -140,11 +140,7 @@ class ResumableLoader(DataLoader):
     run before it sets the epoch, when workers would already fetch samples in the order of epoch 0:
     therefore nothing happens here before the first batch is requested. And after a run that
     `max_steps` ended inside epoch k it continues with epoch k + 1: therefore a restored loader
-    counts its epochs itself.
-
-    A third cannot be worked around here: resumed under `max_steps` from the exact end of an epoch,
-    Lightning runs only one batch of the next epoch, unless the run validates. Resume under
-    `max_epochs` then.
+    counts its epochs itself. A third is worked around by the callback Resuming.
     """
 
     sampler: SeededSampler

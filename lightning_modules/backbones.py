@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from lightning_modules.fsdp2 import data_parallel
+
 
 @contextmanager
 def name_in_errors(name: str) -> Iterator[None]:
@@ -217,11 +219,12 @@ def text_inputs(batch: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard a model's parameters over the devices of a mesh (FSDP2), block by block, in place.
+    """Shard a model's parameters over a strategy's mesh (FSDP2), block by block, in place.
 
     The blocks are the members of the model's longest list of modules of one class: a Transformer's
     layers.
     """
+    devices = data_parallel(mesh)
     lists = [
         module
         for module in model.modules()
@@ -229,8 +232,8 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
         and len({type(child) for child in module}) == 1
     ]
     for block in max(lists, key=len, default=()):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=devices)
+    fully_shard(model, mesh=devices)
 
 
 def feature_vector(model: nn.Module, images: torch.Tensor) -> torch.Tensor:

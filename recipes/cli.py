@@ -30,10 +30,13 @@ from lightning.pytorch.cli import (
     SaveConfigCallback,
 )
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from callbacks.resuming import Resuming
 from callbacks.seeding import SeedEveryStep
 from datamodules.loading import listed
+from lightning_modules.fsdp2 import FSDP2
 from lightning_modules.weights import read_checkpoint
 from recipes.agreement import RANDOM, agree, other_normalisation, weights_of
 from recipes.attention import plain_attention
@@ -204,6 +207,12 @@ class RecipeCLI(LightningCLI):
         if self._get(self.config_init, "trainer.logger") in (None, True):
             kwargs["logger"] = loggers(self._get(self.config_init, "trainer.default_root_dir"))
         trainer: Any = super().instantiate_trainer(**kwargs)
+        strategy = trainer.strategy
+        if isinstance(strategy, ModelParallelStrategy) and not isinstance(strategy, FSDP2):
+            raise ValueError(
+                "trainer.strategy is Lightning's ModelParallelStrategy, which can load moments "
+                "into the wrong parameters when a run resumes: use --trainer.strategy fsdp2"
+            )
         trainer.callbacks.extend(self.further_callbacks)
         checkpoint = trainer.checkpoint_callback
         if checkpoint is not None and checkpoint.monitor is not None and checkpoint.save_last:
@@ -213,7 +222,7 @@ class RecipeCLI(LightningCLI):
             changes["save_on_train_epoch_end"] = _saved_at_epoch_end(settings)
             copy = ModelCheckpoint(**{**settings.checkpoint.as_dict(), **changes})
             trainer.callbacks.append(copy)
-        trainer.callbacks.append(SaveEnd())
+        trainer.callbacks += [Resuming(), SaveEnd()]
         return trainer
 
     def _run_subcommand(self, subcommand: str) -> None:

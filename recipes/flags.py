@@ -18,7 +18,9 @@ OWNED = {  # settings that the experiment sets for each stage → what the user 
 }
 # varying one of these selects a class; flags may still change the settings of that class
 CLASSES = ("model", "data")
-PASSING = (  # where and how a stage runs, which does not change its result
+# where and how a stage runs, which does not change its result; but for the number of devices, of
+# which Stage.fingerprint takes account
+PASSING = (
     "trainer.devices", "trainer.num_nodes", "trainer.strategy", "trainer.accelerator",
     "trainer.use_distributed_sampler", "trainer.enable_", "trainer.log_every", "trainer.logger",
     "trainer.default_root_dir", "checkpoint.dirpath", "data.num_workers", "config", "ckpt_path",

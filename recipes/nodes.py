@@ -12,6 +12,7 @@ import torch
 
 from recipes import cli
 from recipes.flags import CLASSES, key_of
+from recipes.plan import device_count
 from recipes.records import Finished, fingerprint, read_record
 from recipes.results import Row
 
@@ -200,8 +201,15 @@ class Stage(Node):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the parsed settings, except for those in flags.PASSING."""
-        return fingerprint(self.parsed().as_dict(), self.seed, references(self.values()))
+        """Hash of the parsed settings, except for those in flags.PASSING.
+
+        The number of devices counts unless it is one, because batch sizes are per device.
+        """
+        settings = self.parsed()
+        content = settings.as_dict()
+        if self.run.flags.several() and (devices := device_count(settings.trainer)) > 1:
+            content["devices"] = devices
+        return fingerprint(content, self.seed, references(self.values()))
 
 
 @dataclass(eq=False)

@@ -99,7 +99,7 @@ def require_one_file(checkpoint: Path) -> None:
     if checkpoint.is_dir():
         raise ValueError(
             f"{checkpoint} is a folder of shards, which cannot be measured: add "
-            "--trainer.strategy.save_distributed_checkpoint false, and move that folder away"
+            "--trainer.strategy fsdp2, which writes one file, and move that folder away"
         )
 
 

@@ -13,6 +13,7 @@ from lightning_modules.albef.checkpoint import load_albef, start_text, start_vis
 from lightning_modules.albef.model import ALBEF, Task, build, skipped
 from lightning_modules.albef.momentum import Momentum
 from lightning_modules.evaluation import Evaluation
+from lightning_modules.fsdp2 import data_parallel
 from lightning_modules.optim import (
     build_optimizer,
     parameter_groups,
@@ -119,9 +120,8 @@ class AlbefModule(Evaluation, L.LightningModule):
             temperature.requires_grad_(True)  # it belongs to the contrastive heads
         momentum = Momentum(model, h.decay)
         if self.device_mesh is not None:
-            mesh = self.device_mesh["data_parallel"]
             for sharded in (model, momentum.model):
-                shard(sharded, mesh)  # type: ignore[arg-type]
+                shard(sharded, self.device_mesh)  # type: ignore[arg-type]
         self.model, self.momentum = model, momentum
 
     def dense(self) -> ALBEF:
@@ -152,7 +152,16 @@ class AlbefModule(Evaluation, L.LightningModule):
         self.hparams["ranks"] = plan_of(model) if low_rank_layers(model) else None
 
     def on_fit_start(self) -> None:
-        """Keep m for an optimizer step: the momentum model is updated with every batch of it."""
+        """Keep m for an optimizer step: the momentum model is updated with every batch of it.
+
+        Raises:
+            ValueError: the weights are of 16 bits, in which the momentum model would stand still.
+        """
+        if self.trainer.precision in ("bf16-true", "16-true"):
+            raise ValueError(
+                f"trainer.precision is {self.trainer.precision}, in which the momentum model's "
+                "updates are rounded away: set it to bf16-mixed"
+            )
         self.momentum.decay = self.settings.decay ** (1 / self.trainer.accumulate_grad_batches)
 
     def alpha(self, batch_idx: int) -> float:
@@ -188,14 +197,15 @@ class AlbefModule(Evaluation, L.LightningModule):
 
 
 def shard(model: ALBEF, mesh: DeviceMesh) -> None:
-    """Shard an ALBEF's parameters over the devices of a mesh (FSDP2), block by block, in place."""
+    """Shard an ALBEF's parameters over a strategy's mesh (FSDP2), block by block, in place."""
+    devices = data_parallel(mesh)
     berts = [module for module in model.modules() if isinstance(module, Bert)]
     blocks: list[nn.Module] = [*model.visual_encoder.blocks]  # type: ignore[misc]
     for bert in berts:
         blocks.extend(bert.layers)
     for block in blocks:
-        fully_shard(block, mesh=mesh)
+        fully_shard(block, mesh=devices)
     # reshard the root after each of its methods, because the momentum update reads the shards
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=devices, reshard_after_forward=True)
     for name in model.methods:
         register_fsdp_forward_method(model, name)

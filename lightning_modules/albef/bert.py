@@ -73,7 +73,8 @@ class Bert(nn.Module):
         Returns:
             States (B, L, D).
         """
-        states, visible = self.embeddings(ids), self._visible(mask)
+        states = self.embeddings(ids)
+        visible = self._visible(mask, states.dtype)
         for layer in self.layers[: self.text_layers]:
             states = layer(states, visible)
         return states
@@ -92,9 +93,9 @@ class Bert(nn.Module):
         Returns:
             States (B, L, D).
         """
-        visible, context_visible = self._visible(mask), None
+        visible, context_visible = self._visible(mask, states.dtype), None
         if context_mask is not None:
-            context_visible = _additive(context_mask[:, None, None, :].bool())
+            context_visible = _additive(context_mask[:, None, None, :].bool(), states.dtype)
         for layer in self.layers[self.text_layers :]:
             states = layer(states, visible, context, context_visible)
         return states
@@ -105,14 +106,14 @@ class Bert(nn.Module):
         """States (B, L, D) of all layers for tokens (B, L); see `text` and `fuse`."""
         return self.fuse(self.text(ids, mask), mask, context, context_mask)
 
-    def _visible(self, mask: Tensor) -> Tensor:
+    def _visible(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """The additive mask of self-attention, (B, 1, 1 or L, L)."""
         visible = mask[:, None, None, :].bool()
         if self.causal:
             length = mask.shape[1]
             past = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
             visible = visible & past
-        return _additive(visible)
+        return _additive(visible, dtype)
 
     def _initialise(self, module: nn.Module) -> None:
         """BERT's initialisation: weights normal, biases and the padding's embedding zero."""
@@ -163,7 +164,7 @@ class TokenBert(nn.Module):
         return self.cls["predictions"](states)
 
 
-def _additive(visible: Tensor) -> Tensor:
-    """An additive mask: 0 where `visible` is true, the lowest float32 elsewhere."""
-    lowest = torch.finfo(torch.float32).min
-    return torch.zeros(visible.shape, device=visible.device).masked_fill(~visible, lowest)
+def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """An additive mask: 0 where `visible` is true, the lowest number of the type elsewhere."""
+    zeros = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return zeros.masked_fill(~visible, torch.finfo(dtype).min)

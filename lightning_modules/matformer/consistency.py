@@ -115,7 +115,8 @@ def classification_loss(logits: Tensor, targets: Tensor, kind: str) -> Tensor:
         ValueError: for another kind.
     """
     if kind == "softmax":
-        return F.cross_entropy(logits, targets)
+        targets = targets.float() if targets.ndim == 2 else targets
+        return F.cross_entropy(logits.float(), targets)
     if kind == "sigmoid":
         if targets.ndim == 1:
             targets = F.one_hot(targets, logits.shape[-1])

@@ -145,7 +145,7 @@ class MatLM(ElasticModule):
         if h.fractions is not None:
             nest(model, h.fractions)
         if self.device_mesh is not None:
-            shard(model, self.device_mesh["data_parallel"])
+            shard(model, self.device_mesh)
         self.model = model
         self.metrics = SubmodelMetrics(list(self.submodels))
 

@@ -111,7 +111,7 @@ class MatViT(ElasticModule):
         if h.fractions is not None:
             nest(model, h.fractions, h.part)
         if self.device_mesh is not None:
-            shard(model, self.device_mesh["data_parallel"])
+            shard(model, self.device_mesh)
         self.model = model
         self.metrics = SubmodelMetrics(list(self.submodels))
 

@@ -48,7 +48,7 @@ class Classifier(BackboneModule):
         self._fill(model)
         self.prepare(model)
         if self.device_mesh is not None:
-            shard(model, self.device_mesh["data_parallel"])
+            shard(model, self.device_mesh)
         self.model = model
 
     def prepare(self, model: nn.Module) -> None:

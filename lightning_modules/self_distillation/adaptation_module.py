@@ -142,7 +142,7 @@ class Adaptation(L.LightningModule):
         freeze_what_no_loss_reaches(model, h)
         self.model = model
         if self.device_mesh is not None:
-            shard(model, self.device_mesh["data_parallel"])
+            shard(model, self.device_mesh)
             register_fsdp_forward_method(model, "encode")
 
     def build_teacher(self) -> nn.Module:
@@ -230,7 +230,11 @@ class Adaptation(L.LightningModule):
         )
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Add a batch to `val/mae`, with the same masks in every epoch."""
+        """Add a batch to `val/mae`, with the same masks in every epoch.
+
+        A batch's masks are drawn by its number on its device, so that `val/mae` depends a little on
+        the evaluation batch size and on the number of devices.
+        """
         inputs, labels = split(batch)
         real = labels != IGNORED
         count = int(real.sum())

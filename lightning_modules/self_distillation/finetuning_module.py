@@ -135,7 +135,7 @@ class Finetuning(Evaluation, L.LightningModule):
             for parameter in self.encoder_parameters().values():
                 parameter.requires_grad_(False)
         if self.device_mesh is not None:
-            shard(model, self.device_mesh["data_parallel"])
+            shard(model, self.device_mesh)
 
     @property
     def heads(self) -> list[str]:

@@ -150,7 +150,7 @@ class FineTuning(Evaluation, L.LightningModule):
                 tuned.at_random = frozenset(lacking)  # type: ignore[assignment]
         self._adapt(tuned)
         if self.device_mesh is not None:
-            shard(self.model, self.device_mesh["data_parallel"])
+            shard(self.model, self.device_mesh)
 
     def _adapt(self, model: nn.Module) -> None:
         """Apply the method to the model, in place.

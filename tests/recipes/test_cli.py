@@ -245,6 +245,12 @@ def test_print_config_prints_what_would_run(capsys):
     assert shown["checkpoint"]["save_last"] is True
 
 
+def test_lightnings_own_strategy_of_fsdp2_is_refused():
+    own = json.dumps({"class_path": "lightning.pytorch.strategies.ModelParallelStrategy"})
+    with pytest.raises(ValueError, match="wrong parameters .* use --trainer.strategy fsdp2"):
+        main(["fit", "-c", BASE, "--preset", "tiny", f"--trainer.strategy={own}"])
+
+
 def test_one_seed_for_the_whole_run():
     config = parse(BASE, "tiny", ["--seed_everything=7"])
     assert (config.seeding.seed, config.data.init_args.seed) == (7, 7)

@@ -111,12 +111,14 @@ def test_two_processes_agree_and_resume_to_the_bit(strategy, tmp_path):
 def alone(tmp_path_factory):
     """The same training in one process, with idle slices frozen and moving."""
     folder = tmp_path_factory.mktemp("alone")
-    return {
+    runs = {
         policy: stage_runs.in_one_process(
             MATVIT, folder / policy, *options(256), f"--model.idle_tail={policy}", witness=Witness
         )
         for policy in ("frozen", "moving")
     }
+    [checkpoint] = (folder / "frozen").glob(f"*step={RESUMED_AT}.ckpt")
+    return {**runs, "checkpoint": checkpoint}
 
 
 @under_both_strategies
@@ -132,6 +134,11 @@ def test_two_processes_compute_what_one_does(strategy, alone, tmp_path):
     }.items():
         found, expected, moved = (run["weights"][name][tail] for run in (two, frozen, moving))
         assert (found - expected).abs().max() < 0.05 * (moved - expected).abs().max(), name
+
+    last = f"--ckpt_path={alone['checkpoint']}"
+    resumed, _ = in_two_processes(tmp_path / "resumed", strategy, last)
+    assert resumed["drawn"] == frozen["drawn"][RESUMED_AT:]
+    torch.testing.assert_close(resumed["logits"], frozen["logits"], atol=1e-3, rtol=1e-3)
 
 
 def test_the_command_line_starts_the_second_process_itself(scratch, monkeypatch):

@@ -155,7 +155,10 @@ def prints(*arguments, build=chain):
 
 def test_a_fingerprint_is_of_the_settings_and_of_what_a_stage_starts_from():
     before = prints()
-    assert prints("--trainer.devices=2", "--trainer.accelerator", "gpu") == before
+    assert prints("--trainer.devices=1", "--trainer.accelerator", "cpu") == before
+    two = prints("--trainer.devices=2", "--trainer.strategy=ddp")  # batches are twice as large
+    assert all(two[name] != before[name] for name in before)
+    assert prints("--trainer.devices=0,1") == prints("--trainer.num_nodes=2") == two
     assert prints("--data.num_workers=3", "--out", "elsewhere", "--jobs", "2") == before
     assert prints("--model.init_args.lr=0.25", "--data.batch_size=128")["first"] == before["first"]
     changed = prints("--model.lr=0.125")

@@ -60,6 +60,15 @@ CASES = {
     "inside an epoch": ([], 8),
     "at the end of an epoch": (EVERY_EPOCH, 5),
     "with mixup": (["--data.mixup=0.5"], 8),
+    "at the end of an epoch, under max_steps": (
+        [
+            *EVERY_EPOCH,
+            "--trainer.max_epochs=-1",
+            f"--trainer.max_steps={BATCHES * EPOCHS}",
+            "--trainer.check_val_every_n_epoch=2",  # so that nothing validates at epoch 1's end
+        ],
+        5,
+    ),
     # the epoch's five batches make three steps of 2, 2 and 1
     "with accumulated steps": (["--trainer.accumulate_grad_batches=2"], 7),
 }
@@ -83,3 +92,6 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(case, tmp_path):
     assert resumed["global_step"] == whole["global_step"]
     for part in ("state_dict", "optimizer_states", "lr_schedulers"):
         assert_same(resumed[part], whole[part])
+    if options == EVERY_EPOCH:
+        with pytest.raises(ValueError, match="256 samples in an optimizer step and .* has 128"):
+            fit(tmp_path / "other", *options, last, "--data.batch_size=128")

@@ -51,7 +51,7 @@ class Downstream(BackboneModule):
         )
         model = self.build(backbone)
         if self.device_mesh is not None:
-            shard(model, self.device_mesh["data_parallel"])
+            shard(model, self.device_mesh)
         self.model = model
 
     def configure_optimizers(self) -> OptimizerLRScheduler:

@@ -1,10 +1,12 @@
 """ALBEF's model: exact sizes, what each token sees, and checkpoints by their released names."""
 
+import types
+
 import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM
 
-from lightning_modules.albef import build, skipped
+from lightning_modules.albef import Entailment, build, skipped
 from lightning_modules.albef.checkpoint import load_albef, start_text, start_vision
 from lightning_modules.backbones import build_vision
 from lightning_modules.counting import count_parameters
@@ -230,3 +232,34 @@ def test_what_is_no_albef_is_refused(changes, message):
     arguments = {"task": "pretrain", **SIZES, **changes}
     with pytest.raises(ValueError, match=message):
         build(**arguments)
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
+def test_it_runs_in_bfloat16(default):
+    """Also as Lightning runs it under bf16-true, where bfloat16 is the default type."""
+    model, (ids, mask) = small("retrieval"), tokens()
+    mask[1, 4:] = 0
+    images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+    def states(images):
+        with torch.no_grad():
+            context = model.encode_image(images)
+            return model.bert(ids, mask, context, torch.ones(context.shape[:2]))
+
+    expected = states(images)
+    model.bfloat16()
+    torch.set_default_dtype(default)
+    try:
+        found = states(images.bfloat16())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected, atol=0.1, rtol=0.1)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_training_in_sixteen_bits_is_refused(precision, monkeypatch):
+    trainer = types.SimpleNamespace(precision=precision, accumulate_grad_batches=1)
+    monkeypatch.setattr(Entailment, "trainer", trainer)
+    with pytest.raises(ValueError, match=f"precision is {precision}, .* set it to bf16-mixed"):
+        Entailment(sizes=SIZES).on_fit_start()

@@ -150,6 +150,15 @@ def test_an_unknown_loss():
         classification_loss(*batch(), "hinge")
 
 
+@pytest.mark.parametrize("soft", [False, True])
+def test_the_softmax_loss_of_bfloat16_is_computed_in_float32(soft):
+    logits, labels = torch.randn(8, CLASSES).bfloat16(), batch()[1]
+    targets = torch.eye(CLASSES)[labels] if soft else labels
+    expected = F.cross_entropy(logits.float(), targets)
+    given = targets.bfloat16() if soft else targets
+    torch.testing.assert_close(classification_loss(logits, given, "softmax"), expected)
+
+
 def test_softmax_training_ignores_padding():
     module, (images, labels) = build(), batch()
     expected = F.cross_entropy(module(images[:5]), labels[:5])

@@ -32,7 +32,7 @@ from lightning_modules.weights import fingerprint
 @pytest.fixture
 def mesh(tmp_path):
     init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
+    yield init_device_mesh("cpu", (1, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     destroy_process_group()
 
 
