@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_modules.fsdp2 import data_parallel
-
 
 @contextmanager
 def name_in_errors(name: str) -> Iterator[None]:
@@ -234,6 +232,21 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
     for block in max(lists, key=len, default=()):
         fully_shard(block, mesh=devices)
     fully_shard(model, mesh=devices)
+
+
+def data_parallel(mesh: DeviceMesh) -> DeviceMesh:
+    """The dimension of a strategy's mesh over which these modules shard.
+
+    Raises:
+        ValueError: the mesh has tensor parallelism, which these modules do not implement.
+    """
+    if (size := mesh["tensor_parallel"].size()) > 1:
+        raise ValueError(
+            f"tensor_parallel_size is {size}, and these modules shard over data_parallel_size "
+            "alone: use --trainer.strategy fsdp2, or set tensor_parallel_size to 1 and "
+            "data_parallel_size to the number of devices"
+        )
+    return mesh["data_parallel"]
 
 
 def feature_vector(model: nn.Module, images: torch.Tensor) -> torch.Tensor:

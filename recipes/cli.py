@@ -36,11 +36,11 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from callbacks.resuming import Resuming
 from callbacks.seeding import SeedEveryStep
 from datamodules.loading import listed
-from lightning_modules.fsdp2 import FSDP2
 from lightning_modules.weights import read_checkpoint
 from recipes.agreement import RANDOM, agree, other_normalisation, weights_of
 from recipes.attention import plain_attention
 from recipes.flags import key_of
+from recipes.fsdp2 import FSDP2
 from recipes.messages import refused, shortened
 
 PAPER = "paper"  # the preset without overrides: the top of the file

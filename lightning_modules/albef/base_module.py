@@ -12,8 +12,8 @@ from lightning_modules.albef.bert import Bert
 from lightning_modules.albef.checkpoint import load_albef, start_text, start_vision
 from lightning_modules.albef.model import ALBEF, Task, build, skipped
 from lightning_modules.albef.momentum import Momentum
+from lightning_modules.backbones import data_parallel
 from lightning_modules.evaluation import Evaluation
-from lightning_modules.fsdp2 import data_parallel
 from lightning_modules.optim import (
     build_optimizer,
     parameter_groups,

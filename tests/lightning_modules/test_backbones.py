@@ -1,11 +1,13 @@
 """Backbones by name."""
 
+import types
+
 import pytest
 import timm
 import torch
 from timm.models import save_for_hf
 
-from lightning_modules.backbones import build_text, build_vision, text_inputs
+from lightning_modules.backbones import build_text, build_vision, data_parallel, text_inputs
 
 TINY = {"img_size": 28, "embed_dim": 32, "depth": 2, "num_heads": 2}
 
@@ -86,3 +88,9 @@ def test_a_text_may_have_as_many_tokens_as_there_are_positions_for(kind, task, s
         text_inputs(batch(longest + 1), model)
     with pytest.raises((IndexError, RuntimeError)):  # what the check spares the user
         model(**batch(longest + 1))
+
+
+def test_tensor_parallelism_is_refused():
+    mesh = {"tensor_parallel": types.SimpleNamespace(size=lambda: 2)}
+    with pytest.raises(ValueError, match="tensor_parallel_size is 2, .* --trainer.strategy fsdp2"):
+        data_parallel(mesh)

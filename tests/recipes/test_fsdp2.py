@@ -1,13 +1,10 @@
 """What FSDP2 adds to Lightning's strategy; on two processes: tests/recipes/test_distributed.py."""
 
-import types
-
-import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
 
-from lightning_modules.fsdp2 import data_parallel, named_state
+from recipes.fsdp2 import named_state
 
 
 def test_a_checkpoints_states_get_the_names_of_their_parameters():
@@ -40,9 +37,3 @@ def test_a_checkpoints_states_get_the_names_of_their_parameters():
             ["0.weight", "1.weight"],
             ["1.bias"],
         ]
-
-
-def test_tensor_parallelism_is_refused():
-    mesh = {name: types.SimpleNamespace(size=lambda: 2) for name in ("tensor_parallel",)}
-    with pytest.raises(ValueError, match="tensor_parallel_size is 2, .* --trainer.strategy fsdp2"):
-        data_parallel(mesh)

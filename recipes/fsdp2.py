@@ -6,7 +6,6 @@ from typing import Any
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 
@@ -82,18 +81,3 @@ def named_state(state: dict[str, Any], optimizer: Optimizer, model: nn.Module) -
             for saved, _ in groups
         ],
     }
-
-
-def data_parallel(mesh: DeviceMesh) -> DeviceMesh:
-    """The dimension of a strategy's mesh over which these modules shard.
-
-    Raises:
-        ValueError: the mesh has tensor parallelism, which these modules do not implement.
-    """
-    if (size := mesh["tensor_parallel"].size()) > 1:
-        raise ValueError(
-            f"tensor_parallel_size is {size}, and these modules shard over data_parallel_size "
-            "alone: use --trainer.strategy fsdp2, or set tensor_parallel_size to 1 and "
-            "data_parallel_size to the number of devices"
-        )
-    return mesh["data_parallel"]
