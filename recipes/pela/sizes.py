@@ -7,6 +7,7 @@ each stage's YAML file. So no data, weights or training are needed to judge what
 """
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,11 +164,7 @@ EXPERIMENT = Experiment(
     measured_on={"paper": "the paper's architectures, on the meta device"},
 )  # fmt: skip
 
-
-def main(argv: list[str] | None = None) -> Run:
-    """Run the experiment."""
-    return run_experiment(EXPERIMENT, argv)
-
+main = partial(run_experiment, EXPERIMENT)
 
 if __name__ == "__main__":
     console(main)
