@@ -203,6 +203,9 @@ class RecipeCLI(LightningCLI):
         """Build the trainer; last.ckpt is the newest checkpoint even if `monitor` is set.
 
         With `monitor`, Lightning writes last.ckpt only when the monitored value has improved.
+
+        Raises:
+            ValueError: if the strategy is Lightning's own for FSDP2.
         """
         if self._get(self.config_init, "trainer.logger") in (None, True):
             kwargs["logger"] = loggers(self._get(self.config_init, "trainer.default_root_dir"))
