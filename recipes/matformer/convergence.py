@@ -6,6 +6,10 @@ from recipes.experiment import Measuring
 from recipes.results import Row
 
 INDEPENDENT = "independent"  # the row of models that are trained alone
+# Language models trained alone must lose less than this in the last quarter of their training. That
+# excludes models that have hardly begun; one with few tokens a parameter may pass, since the
+# learning rate falls to the end.
+LEARNT = 0.05  # nats
 
 
 def measure_training(m: Measuring) -> Iterator[Row]:

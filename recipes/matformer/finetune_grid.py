@@ -25,6 +25,7 @@ from recipes.experiment import Experiment, Measuring, Run
 from recipes.matformer import matvit
 from recipes.matformer.convergence import measure_training
 from recipes.matformer.matvit_measures import measure_alone, measure_chance, measure_nested
+from recipes.matformer.matvit_report import CHANCE, said_chance, size_costs
 from recipes.matformer.starts import sort
 from recipes.messages import console
 from recipes.nodes import Artifact, Node
@@ -103,17 +104,17 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     costs = {"parameters": "parameters (without classifier)"}
     joined = ["vit_matvit", "sorted_matvit", "matvit_matvit"]
     scatter(table, run.out / "finetune_grid.png", "accuracy", costs,
-            titles={**titles, **matvit.CHANCE}, joined=joined, baselines=list(matvit.CHANCE),
+            titles={**titles, **CHANCE}, joined=joined, baselines=list(CHANCE),
             scale=100, ylabel="validation accuracy, %")  # fmt: skip
     costs_of = next(iter(titles), "vit_vit")
-    sizes = tabulate(table, list(GRANULARITIES), matvit.size_costs(costs_of), index="set")
+    sizes = tabulate(table, list(GRANULARITIES), size_costs(costs_of), index="set")
     return [
         f"# Pre-training and fine-tuning, plain or nested (Table 7), preset {run.preset}",
         provenance(run, table),
         "Validation accuracy in % after fine-tuning, mean ± standard deviation over seeds, beside "
         "the paper's (L/16, ImageNet-21K → ImageNet-1K, 131M / 156M / 206M / 306M). The scale "
         "differs unless the preset is `paper`: compare how rows and sizes stand to each other, not "
-        f"the numbers.{matvit.said_chance(table)}",
+        f"the numbers.{said_chance(table)}",
         beside.markdown(),
         "![accuracy against parameters](finetune_grid.png)",
         "Parameters and multiply-adds without the classifier:",

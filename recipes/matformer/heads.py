@@ -21,6 +21,7 @@ from lightning_modules.matformer.nest import GRANULARITIES
 from recipes.experiment import Experiment, Run
 from recipes.matformer import matvit
 from recipes.matformer.matvit_measures import measure_chance, measure_nested
+from recipes.matformer.matvit_report import CHANCE, said_chance, size_costs
 from recipes.messages import console
 from recipes.plots import scatter
 from recipes.provenance import provenance
@@ -62,7 +63,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         column
         for part, title in PARTS.items()
         for column in (
-            *matvit.size_costs(part),
+            *size_costs(part),
             Column(f"{title}: accuracy, %", "accuracy", {"row": part}, scale=100),
         )
     ]
@@ -70,7 +71,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     main.show(f"Heads ({run.preset}): validation accuracy, %")
     costs = {"parameters": "parameters (without classifier)", "macs": "multiply-adds"}
     scatter(table, run.out / "accuracy.png", "accuracy", costs,
-            titles={**PARTS, **matvit.CHANCE}, joined=list(PARTS), baselines=list(matvit.CHANCE),
+            titles={**PARTS, **CHANCE}, joined=list(PARTS), baselines=list(CHANCE),
             scale=100, ylabel="validation accuracy, %")  # fmt: skip
     return [
         f"# Nested attention heads, preset {run.preset}",
@@ -78,7 +79,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         "Validation accuracy in %, mean ± standard deviation over seeds; parameters and "
         "multiply-adds without the classifier. S, M, L, XL are 1/8, 1/4, 1/2 and all of the hidden "
         "neurons, or 1/4, 1/2, 3/4 and all of the heads, rounded up to whole heads. The plot shows "
-        f"the Mix'n'Match sizes between them too.{matvit.said_chance(table)}",
+        f"the Mix'n'Match sizes between them too.{said_chance(table)}",
         main.markdown(),
         "![accuracy against parameters and multiply-adds](accuracy.png)",
         "Appendix F.2 nests the heads of language models (MatLM-Attn), so there is no number of "

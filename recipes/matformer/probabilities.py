@@ -19,6 +19,7 @@ from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Run
 from recipes.matformer import matvit
 from recipes.matformer.matvit_measures import measure_chance, measure_nested
+from recipes.matformer.matvit_report import said_chance
 from recipes.messages import console
 from recipes.nodes import Stage
 from recipes.plots import plt, save_plot
@@ -88,8 +89,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     text = [
         f"# Sampling probabilities (Table 6), preset {run.preset}",
         provenance(run, table),
-        "Validation accuracy in %, mean ± standard deviation over seeds."
-        f"{matvit.said_chance(table)}",
+        f"Validation accuracy in %, mean ± standard deviation over seeds.{said_chance(table)}",
         accuracy.markdown(),
         "Validation loss in nats, beside the paper's validation log-perplexity of an 850M language "
         "model. Task and scale differ: compare how a row changes from size to size.",

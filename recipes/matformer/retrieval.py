@@ -26,6 +26,7 @@ from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.matformer import matvit
 from recipes.matformer.convergence import measure_training
+from recipes.matformer.matvit_report import CHANCE, size_columns, size_costs
 from recipes.matformer.submodels import BETWEEN, Submodel, encode, ladder, submodel
 from recipes.messages import console
 from recipes.plots import scatter
@@ -124,7 +125,7 @@ def cheapest(table: pd.DataFrame) -> str:
     def mean(metric: str, size: str) -> float:
         return by_seed(table, metric, {"row": "matvit", "set": size}).mean()
 
-    sizes = matvit.size_columns(table, {"matvit": ""})
+    sizes = size_columns(table, {"matvit": ""})
     near_xl = [s for s in sizes if mean("adaptive", s) >= mean("adaptive", "XL") - TOLERANCE]
     if not near_xl:  # MatViT was not measured
         return ""
@@ -138,7 +139,7 @@ def cheapest(table: pd.DataFrame) -> str:
 
 def report(table: pd.DataFrame, run: Run) -> list[str]:
     """1-NN accuracy by size, adaptive and traditional."""
-    sizes = matvit.size_columns(table, FAMILIES)
+    sizes = size_columns(table, FAMILIES)
     columns = [
         Column(f"{title}, {mode}", mode, {"row": family}, scale=100)
         for mode in MODES
@@ -151,15 +152,13 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         )
         for mode in MODES
     ]  # fmt: skip
-    main = tabulate(
-        table, sizes, [*matvit.size_costs(), *columns], index="set", heading="query encoder"
-    )
+    main = tabulate(table, sizes, [*size_costs(), *columns], index="set", heading="query encoder")
     main.show(f"Retrieval ({run.preset}): 1-NN accuracy, %")
-    titles = {**FAMILIES, **matvit.CHANCE}
+    titles = {**FAMILIES, **CHANCE}
     costs = {"macs": "multiply-adds of the query encoder"}
     for mode in MODES:
         scatter(table, run.out / f"{mode}.png", mode, costs,
-                titles=titles, joined=["matvit"], baselines=list(matvit.CHANCE),
+                titles=titles, joined=["matvit"], baselines=list(CHANCE),
                 scale=100, ylabel="1-NN accuracy, %")  # fmt: skip
     drawn = by_seed(table, "adaptive", {"row": "chance"}).mean()
     paper = Table(["", *GRANULARITIES], [[name, *values] for name, values in TABLE_8.items()])

@@ -27,7 +27,14 @@ from recipes.claims import NOT_JUDGED, REFUTED, SUPPORTED, judge
 from recipes.experiment import Measuring
 from recipes.experiment_plan import fill, grouped
 from recipes.export import export
-from recipes.matformer import convergence, elastic, matlm, matlm_measures, scaling
+from recipes.matformer import (
+    convergence,
+    elastic,
+    matlm,
+    matlm_measures,
+    matlm_report,
+    scaling,
+)
 from recipes.matformer.submodels import ladder
 from recipes.nodes import device, finished
 from recipes.predict import Predictor
@@ -116,7 +123,7 @@ def test_the_prediction_without_context_knows_how_often_each_token_occurs(made_b
 
 def test_the_report_says_how_many_tokens_each_independent_model_saw(trained):
     table = read(trained.out)
-    ratios = values(matlm.tokens_a_parameter(table), "tokens a parameter")
+    ratios = values(matlm_report.tokens_a_parameter(table), "tokens a parameter")
     size = values(table, "non_embedding")["independent", "S"]
     assert ratios["independent", "S"] == 1024 / size
     curve = [Row("independent", "val_loss", 3 - x / 10, "S", x=x) for x in range(1, 5)]
