@@ -468,6 +468,21 @@ def test_bloom_and_t5_run_at_paper(name, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("name", ["positions", "counts"])
+def test_tasks_beyond_the_preset_s_own_are_taken(name):
+    """Texts to generate too, where the model is no encoder."""
+    models = ("--models", "width-16,decoder-32", "--rows", "bitfit")
+    stages = declared(name, "--tasks", "questions", *models[: 4 if name == "positions" else 2])
+    assert stages and all(one.startswith("questions decoder-32") for one in stages)
+
+
+def test_transfer_takes_every_task_of_two_classes():
+    stages = declared("transfer", "--preset", "small", "--tasks", "Rotten Tomatoes,RTE")
+    assert {one.partition(" MiniLM")[0] for one in stages} == {"Rotten Tomatoes", "RTE"}
+    with pytest.raises(ValueError, match="--tasks has 'MNLI': expected some of SST-2, IMDB"):
+        declared("transfer", "--preset", "paper", "--tasks", "MNLI,RTE")
+
+
 def test_transfer(tmp_path):
     table, text = run("transfer", tmp_path, "--rows", "lora")
     matrix = table[table["metric"] == "accuracy"]
