@@ -147,6 +147,10 @@ class TextToTextData(PromptedData):
             begins, ends = [] if begin is None else [begin], []
         return framed(prompts, self.tokenizer, self.prompt_length, begins, ends)
 
+    def describe(self) -> dict[str, Any]:
+        """As of every prompt, with texts of at most `target_length` tokens."""
+        return {**super().describe(), "decoding": {"max_new_tokens": self.target_length}}
+
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         short = encode([f" {text.strip()}" for text in texts], self.tokenizer)
         return [[*ids[: self.target_length - 1], self.end_token_id] for ids in short]
