@@ -264,8 +264,18 @@ def read_hub(form: str, name: str, part: str) -> Iterator[Pair]:
 
 
 def read_columns(path: Path) -> Iterator[Pair]:
-    """Pairs of the columns `text` and `target` of a table."""
-    for _, row in read_table(str(path), ["text", "target"]):
+    """Pairs of the columns `text` and `target` of a table.
+
+    Raises:
+        ValueError: if a column is missing, or rows have no target.
+    """
+    rows = read_table(path, ["text", "target"], "rename the column")
+    if empty := [line for line, row in rows if not row["target"].strip()]:
+        raise ValueError(
+            f"{path}, line {empty[0]}: there is no target, as in {len(empty)} of {len(rows)} rows: "
+            "fill it in, or remove the line."
+        )
+    for _, row in rows:
         yield Pair(row["text"], row["target"])
 
 

@@ -172,6 +172,8 @@ def test_scores_of_texts():
     assert text_score("f1", ["cook", "her sister"], references) == pytest.approx((1 + 0.5) / 2)
     rouge = text_score("rouge_l", ["the man", "my sister"], references)
     assert rouge == pytest.approx((2 * 1 * (2 / 3) / (5 / 3) + 1) / 2)
+    # SQuAD 1.1's script: no words in common is 0, even where neither has any
+    assert text_score("f1", ["The!", "", "my"], [["the"], [""], ["my"]]) == pytest.approx(1 / 3)
     with pytest.raises(ValueError, match="'accuracy' does not score texts"):
         text_score("accuracy", [], [])
 
