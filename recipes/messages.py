@@ -63,8 +63,8 @@ def shortened(message: str) -> str:
         part = key.partition(".")[0] or "model"
         return f"{key}.{unknown[1]} is no setting: --{part}.help lists those that there are"
     if unknown := re.search(r"Unexpected keys: \{'([^']+)'", message):  # of a TypedDict
-        types = map(locate, re.findall(r"<class '([\w.]+)'>", message[: unknown.start()]))
-        known = [key for one in types if is_typeddict(one) for key in one.__annotations__]
+        named = map(locate, re.findall(r"<class '([\w.]+)'>", message[: unknown.start()]))
+        known = [key for one in named if is_typeddict(one) for key in one.__annotations__]
         return f"{key}.{unknown[1]} is no setting: expected some of {', '.join(known)}"
     wrong = re.search(r"Problem with given class_path '([^']+)':\s*(.+)", message)
     if wrong and "Parser key" not in message[wrong.start() :]:

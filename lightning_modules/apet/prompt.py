@@ -2,8 +2,8 @@
 
 In APET (arXiv 2306.02320, Section 5.1) this is CONCAT at the input: rows W_2 are prepended to the
 embedded tokens. In an encoder–decoder they are prepended to the encoder's input. The attention mask
-is extended, and the rows' positions are removed again from outputs by token (B, L, …), such as logits
-and `last_hidden_state`, so that labels, losses and `generate` work with the original lengths.
+is extended, and the rows' positions are removed again from outputs by token, (B, L, …) such as
+logits and `last_hidden_state`, so that labels, losses and `generate` work with the given lengths.
 `hidden_states` and `attentions`, which are tuples of all layers, keep them, and so does what an
 encoder–decoder's encoder returns.
 
