@@ -243,7 +243,10 @@ class CaptionData(ImageTextData):
             others, test = hold_out(entries, self.val_fraction, self.seed)
             train, val = hold_out(others, self.val_fraction, self.seed)
             return {"train": train, "val": val, "test": test}[part]
-        parts = {row["image"]: row["split"] for _, row in read_table(splits, ["image", "split"])}
+        parts = {
+            row["image"]: row["split"]
+            for _, row in read_table(splits, ["image", "split"], "rename it")
+        }
         kept = [entry for entry in entries if parts.get(entry.image) == part]
         if not kept:
             known = ", ".join(sorted(set(parts.values())))

@@ -111,7 +111,11 @@ def column_error(path: str | Path, line: int, count: int, expected: int) -> Valu
     )
 
 
-def read_table(path: str | Path, columns: Sequence[str]) -> list[tuple[int, dict[str, str]]]:
+def read_table(
+    path: str | Path,
+    columns: Sequence[str],
+    repair: str = "set the names with text, pair and label",
+) -> list[tuple[int, dict[str, str]]]:
     """The rows of a csv, tsv, jsonl or txt file, each with the number of the line it ends on.
 
     csv may have cells in quotation marks; in tsv these have no special meaning; jsonl has an object
@@ -120,6 +124,7 @@ def read_table(path: str | Path, columns: Sequence[str]) -> list[tuple[int, dict
     Args:
         path: the file.
         columns: names of columns that the table must have.
+        repair: what the error of a missing column advises.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -135,7 +140,7 @@ def read_table(path: str | Path, columns: Sequence[str]) -> list[tuple[int, dict
                     f"{path}, line {number}: this is a {type(found).__name__}, expected an object "
                     "with the columns as keys: repair the line."
                 )
-            _require(columns, found, f"{path}, line {number}")
+            _require(columns, found, f"{path}, line {number}", repair)
             rows.append((number, {name: _as_text(value) for name, value in found.items()}))
         return rows
     lines = open_lines(path)
@@ -145,7 +150,7 @@ def read_table(path: str | Path, columns: Sequence[str]) -> list[tuple[int, dict
             f"{path} holds JSON objects, expected a sentence on each line of a .txt: let its name "
             "end in .jsonl."
         )
-    _require(columns, header, str(path))
+    _require(columns, header, str(path), repair)
     if suffix == ".txt":
         return [(n, {TXT: line}) for n, line in enumerate(lines, start=1) if line.strip()]
     if suffix == ".tsv":
@@ -216,11 +221,11 @@ def _header(path: str | Path, first: str) -> list[str]:
     )
 
 
-def _require(columns: Iterable[str], found: Iterable[str], place: str) -> None:
+def _require(columns: Iterable[str], found: Iterable[str], place: str, repair: str) -> None:
     if missing := [name for name in columns if name not in found]:
         raise ValueError(
             f"{place}: there is no column {missing[0]!r}, the columns are "
-            f"{', '.join(map(repr, found))}: set the names with text, pair and label."
+            f"{', '.join(map(repr, found))}: {repair}."
         )
 
 

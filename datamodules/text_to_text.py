@@ -147,6 +147,10 @@ class TextToTextData(PromptedData):
             begins, ends = [] if begin is None else [begin], []
         return framed(prompts, self.tokenizer, self.prompt_length, begins, ends)
 
+    def describe(self) -> dict[str, Any]:
+        """As of every prompt, with texts of at most `target_length` tokens."""
+        return {**super().describe(), "decoding": {"max_new_tokens": self.target_length}}
+
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         short = encode([f" {text.strip()}" for text in texts], self.tokenizer)
         return [[*ids[: self.target_length - 1], self.end_token_id] for ids in short]
@@ -260,8 +264,18 @@ def read_hub(form: str, name: str, part: str) -> Iterator[Pair]:
 
 
 def read_columns(path: Path) -> Iterator[Pair]:
-    """Pairs of the columns `text` and `target` of a table."""
-    for _, row in read_table(str(path), ["text", "target"]):
+    """Pairs of the columns `text` and `target` of a table.
+
+    Raises:
+        ValueError: if a column is missing, or rows have no target.
+    """
+    rows = read_table(path, ["text", "target"], "rename the column")
+    if empty := [line for line, row in rows if not row["target"].strip()]:
+        raise ValueError(
+            f"{path}, line {empty[0]}: there is no target, as in {len(empty)} of {len(rows)} rows: "
+            "fill it in, or remove the line."
+        )
+    for _, row in rows:
         yield Pair(row["text"], row["target"])
 
 

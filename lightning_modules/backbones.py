@@ -137,6 +137,8 @@ def build_text(
         else:
             with name_in_errors(architecture):
                 config = transformers.AutoConfig.from_pretrained(architecture, **model_args)
+        if task == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = config.pad_token_id  # T5's configuration has none
         return auto_class.from_config(config, dtype=torch.float32)
     if architecture in transformers.CONFIG_MAPPING and not Path(architecture).is_dir():
         raise ValueError(

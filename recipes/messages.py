@@ -5,7 +5,8 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any
+from pydoc import locate
+from typing import Any, is_typeddict
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
@@ -61,6 +62,10 @@ def shortened(message: str) -> str:
     if unknown := re.search(r"Option '([^']+)' is not accepted", message):
         part = key.partition(".")[0] or "model"
         return f"{key}.{unknown[1]} is no setting: --{part}.help lists those that there are"
+    if unknown := re.search(r"Unexpected keys: \{'([^']+)'", message):  # of a TypedDict
+        named = map(locate, re.findall(r"<class '([\w.]+)'>", message[: unknown.start()]))
+        known = [key for one in named if is_typeddict(one) for key in one.__annotations__]
+        return f"{key}.{unknown[1]} is no setting: expected some of {', '.join(known)}"
     wrong = re.search(r"Problem with given class_path '([^']+)':\s*(.+)", message)
     if wrong and "Parser key" not in message[wrong.start() :]:
         return f"{key} names {wrong[1]!r}: {wrong[2].strip()}"

@@ -78,7 +78,8 @@ class Predictor:
         adapter: a folder of `save_adapter`, whose vectors and heads replace the checkpoint's.
         batch_size: inputs per batch.
         top_k: number of classes in `Prediction.top`.
-        max_new_tokens: most tokens that a language model generates.
+        max_new_tokens: most tokens that a language model generates; if None, as the checkpoint's
+            DataModule says, else 64.
         device: such as "cuda"; if None, the first accelerator, or the CPU.
 
     Raises:
@@ -95,7 +96,7 @@ class Predictor:
         adapter: str | Path | None = None,
         batch_size: int = 32,
         top_k: int = 5,
-        max_new_tokens: int = 64,
+        max_new_tokens: int | None = None,
         device: str | None = None,
     ) -> None:
         self.description, module = described(checkpoint)
@@ -165,7 +166,9 @@ class Predictor:
         ids = [[*before, *one[:room], *behind] for one in encode(texts, self.tokenizer)]
         samples = [{"input_ids": one, "attention_mask": [1] * len(one)} for one in ids]
         batch = self._to_device(pad(samples, filling(self.tokenizer), left=True))
-        settings = {"max_new_tokens": self.max_new_tokens, **self.description.get("decoding", {})}
+        settings = {"max_new_tokens": 64, **self.description.get("decoding", {})}
+        if self.max_new_tokens is not None:
+            settings["max_new_tokens"] = self.max_new_tokens
         written = generate(self.module.model, batch, self.tokenizer, **settings)
         return [Prediction(text) for text in written]
 
@@ -397,12 +400,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     add("--max_params", type=number, metavar="N", help="largest submodel of at most N: 12M")
     add("--adapter", metavar="DIR", help="a VeRA adapter of the same base model")
-    add("--max_new_tokens", type=int, default=64, metavar="N", help="new tokens; default 64")
+    text = "new tokens; default: the target_length trained with, else 64"
+    add("--max_new_tokens", type=int, metavar="N", help=text)
     add("--device", help="such as cuda; default: an accelerator if there is one")
     options = parser.parse_args(argv)
     for name in ("top_k", "batch_size", "max_new_tokens"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name} {getattr(options, name)}: expected at least 1")
+        if (number_given := getattr(options, name)) is not None and number_given < 1:
+            raise ValueError(f"--{name} {number_given}: expected at least 1")
     folder_for(options.out)
     description, _ = described(options.ckpt_path)
     for name in UNUSED.get(description["kind"], ()):

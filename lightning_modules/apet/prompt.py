@@ -2,8 +2,13 @@
 
 In APET (arXiv 2306.02320, Section 5.1) this is CONCAT at the input: rows W_2 are prepended to the
 embedded tokens. In an encoder–decoder they are prepended to the encoder's input. The attention mask
-is extended, and the rows' positions are removed from the outputs again, so that labels, losses and
-`generate` work with the original lengths.
+is extended, and the rows' positions are removed again from outputs by token, (B, L, …) such as
+logits and `last_hidden_state`, so that labels, losses and `generate` work with the given lengths.
+`hidden_states` and `attentions`, which are tuples of all layers, keep them, and so does what an
+encoder–decoder's encoder returns.
+
+The pooler of a BERT reads the first position, which is the first soft token and not [CLS], as with
+peft's prompt tuning.
 """
 
 from inspect import signature
@@ -112,7 +117,7 @@ def _prepend_hook(
 
 
 def _cut_hook(model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-    """Remove the rows' positions from the outputs."""
+    """Remove the rows' positions from the outputs by token; tuples of all layers keep them."""
     if isinstance(output, tuple):
         raise ValueError(
             f"{type(model).__name__} returned a tuple, in which the prompt's positions cannot be "

@@ -38,6 +38,7 @@ from recipes.apet.cells import (
     Cell,
     at_random,
     chosen,
+    fits,
     gain,
     gates,
     of_method,
@@ -64,7 +65,9 @@ def declare(run: Run) -> None:
     rows, draws = run.rows(PET), settings["draws"]
     for seed in run.seeds:
         for model in chosen(run, "models", grid["models"], settings["models"]):
-            for task in chosen(run, "tasks", settings["tasks"]):
+            for task in chosen(run, "tasks", grid["tasks"], settings["tasks"]):
+                if not fits(grid, model, task):
+                    continue
                 scores: dict[str, dict[str, Any]] = {}
                 for row in rows:
                     budget = budget_of(run, grid, model, row)
@@ -148,11 +151,11 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     grid = run.grid(GRID)
     settings = grid["positions"]
     models = chosen(run, "models", grid["models"], settings["models"])
-    tasks = chosen(run, "tasks", settings["tasks"])
+    tasks = chosen(run, "tasks", grid["tasks"], settings["tasks"])
     missing = [METHODS[row] for row in PET if row not in set(table["row"])]
     columns = []
     for task in tasks:
-        for model in models:
+        for model in (one for one in models if fits(grid, one, task)):
             where = {"set": f"{task}, {model}"}
             columns += [
                 Column(f"{task}, {model}: parameters", "budget", where, digits=0, spread=""),

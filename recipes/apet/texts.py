@@ -1,5 +1,6 @@
 """Decodes a tuned model's texts and scores them by F1 (answers) or ROUGE-L (summaries), App. D."""
 
+import string
 from collections.abc import Iterator, Sequence
 
 from torchmetrics.functional.text import rouge_score, squad
@@ -31,7 +32,8 @@ def text_score(metric: str, texts: Sequence[str], references: Sequence[Sequence[
     """The mean over texts of each text's best score against its references, in 0 … 1.
 
     Args:
-        metric: "f1", the F1 of words of SQuAD (Rajpurkar et al., 2016), or "rouge_l" (Lin, 2004).
+        metric: "f1", the F1 of words of SQuAD 1.1 (Rajpurkar et al., 2016): without articles and
+            punctuation, and 0 where no word is left; or "rouge_l" (Lin, 2004).
         texts: decoded by the model.
         references: one or more for each text.
 
@@ -42,7 +44,11 @@ def text_score(metric: str, texts: Sequence[str], references: Sequence[Sequence[
         predictions = [{"prediction_text": text, "id": str(n)} for n, text in enumerate(texts)]
         answers = [
             {"answers": {"answer_start": [0] * len(several), "text": list(several)}, "id": str(n)}
-            for n, several in enumerate(references)
+            # torchmetrics scores two empty texts 1, as SQuAD 2.0 does
+            for n, several in enumerate(
+                several if _has_words(text) else ["word"]
+                for text, several in zip(texts, references, strict=True)
+            )
         ]
         return float(squad(predictions, answers)["f1"]) / 100  # type: ignore[arg-type]
     if metric == "rouge_l":
@@ -50,6 +56,12 @@ def text_score(metric: str, texts: Sequence[str], references: Sequence[Sequence[
         scores = rouge_score(list(texts), several, accumulate="best", rouge_keys="rougeL")
         return float(scores["rougeL_fmeasure"])
     raise ValueError(f"metric {metric!r} does not score texts: expected f1 or rouge_l")
+
+
+def _has_words(text: str) -> bool:
+    """Whether SQuAD's normalisation, which drops punctuation and articles, leaves anything."""
+    kept = "".join(one for one in text.lower() if one not in string.punctuation)
+    return not {"a", "an", "the"}.issuperset(kept.split())
 
 
 def measure_nothing(m: Measuring) -> Iterator[Row]:

@@ -46,7 +46,7 @@ def declare(run: Run) -> None:
     grid = run.grid(GRID)
     settings = grid["transfer"]
     grid["tasks"] = {**grid["tasks"], **settings.get("more", {})}
-    model, tasks = settings["model"], chosen(run, "tasks", settings["tasks"])
+    model, tasks = settings["model"], two_class_tasks(run)
     for seed in run.seeds:
         for method in run.rows(settings["methods"]):
             stages = {
@@ -59,6 +59,19 @@ def declare(run: Run) -> None:
         any_method = run.rows(settings["methods"])[:1]  # the baseline uses only its data
         for cell in cells(grid, [model], tasks, any_method, seed):
             majority(run, grid, cell)
+
+
+def two_class_tasks(run: Run) -> list[str]:
+    """The tasks that --tasks names, or the preset's.
+
+    Raises:
+        ValueError: if the flag names one that is unknown, or has other than two classes.
+    """
+    grid = run.grid(GRID)
+    settings = grid["transfer"]
+    tasks = {**grid["tasks"], **settings.get("more", {})}
+    known = [name for name, task in tasks.items() if len(task.get("words", ())) == 2]
+    return chosen(run, "tasks", known, settings["tasks"])
 
 
 def measure_transfer(m: Measuring) -> Iterator[Row]:
@@ -87,7 +100,7 @@ def measure_transfer(m: Measuring) -> Iterator[Row]:
 def report(table: pd.DataFrame, run: Run) -> list[str]:
     """For each method, a table of accuracies by source and target."""
     settings = run.grid(GRID)["transfer"]
-    tasks, model = chosen(run, "tasks", settings["tasks"]), settings["model"]
+    tasks, model = two_class_tasks(run), settings["model"]
     parts = [
         f"# Tuned on one task, used on another, preset {run.preset}",
         provenance(run, table),

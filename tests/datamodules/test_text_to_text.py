@@ -189,6 +189,7 @@ def test_a_set_with_other_columns_is_said(tmp_path):
         TextToTextData(form="squad", source="hub", root=str(tmp_path)).examples("train")
 
 
+COLUMNS = {"form": "columns", "files": {"train": "a.csv", "val": "a.csv"}}
 BAD = [
     ({"form": "trivia"}, {}, "expected squad, nq_open, samsum, multi_news or columns"),
     ({"form": "squad", "source": "generated"}, {}, "expected nq_open without files"),
@@ -200,6 +201,8 @@ BAD = [
     ),
     ({"form": "squad", "source": "hub", "files": {"val": "a"}}, {}, "without files, which"),
     ({"form": "columns"}, {}, "expected the names of your train and val files"),
+    (COLUMNS, {"a.csv": "text,summary\nx,y\n"}, "no column 'target', .*: rename the column"),
+    (COLUMNS, {"a.csv": "text,target\nx,y\nx,\nx, \n"}, "line 3: there is no .* in 2 of 3 rows"),
     ({"form": "samsum"}, {"train.json": "[1]"}, "not in SAMSum's form"),
     ({"form": "samsum"}, {"train.json": "[{"}, "train.json: this is no JSON"),
     ({"form": "squad"}, {"train.json": '{"data": [{"paragraphs": 3}]}'}, "not in SQuAD's form"),

@@ -172,6 +172,8 @@ def test_scores_of_texts():
     assert text_score("f1", ["cook", "her sister"], references) == pytest.approx((1 + 0.5) / 2)
     rouge = text_score("rouge_l", ["the man", "my sister"], references)
     assert rouge == pytest.approx((2 * 1 * (2 / 3) / (5 / 3) + 1) / 2)
+    # SQuAD 1.1's script: no words in common is 0, even where neither has any
+    assert text_score("f1", ["The!", "", "my"], [["the"], [""], ["my"]]) == pytest.approx(1 / 3)
     with pytest.raises(ValueError, match="'accuracy' does not score texts"):
         text_score("accuracy", [], [])
 
@@ -466,6 +468,21 @@ def test_bloom_and_t5_run_at_paper(name, monkeypatch):
     assert any(
         "BLOOM-3B" in one for one in declared(name, "--preset", "paper", "--models=BLOOM-3B")
     )
+
+
+@pytest.mark.parametrize("name", ["positions", "counts"])
+def test_tasks_beyond_the_preset_s_own_are_taken(name):
+    """Texts to generate too, where the model is no encoder."""
+    models = ("--models", "width-16,decoder-32", "--rows", "bitfit")
+    stages = declared(name, "--tasks", "questions", *models[: 4 if name == "positions" else 2])
+    assert stages and all(one.startswith("questions decoder-32") for one in stages)
+
+
+def test_transfer_takes_every_task_of_two_classes():
+    stages = declared("transfer", "--preset", "small", "--tasks", "Rotten Tomatoes,RTE")
+    assert {one.partition(" MiniLM")[0] for one in stages} == {"Rotten Tomatoes", "RTE"}
+    with pytest.raises(ValueError, match="--tasks has 'MNLI': expected some of SST-2, IMDB"):
+        declared("transfer", "--preset", "paper", "--tasks", "MNLI,RTE")
 
 
 def test_transfer(tmp_path):

@@ -216,6 +216,13 @@ def test_a_wrong_value_is_named_in_one_line(wrong, said):
     assert str(error.value).startswith(said) and "\n" not in str(error.value)
 
 
+def test_an_unknown_argument_of_a_method_is_named_with_the_known_ones():
+    stage = ["-c", str(MATFORMER.parent / "apet/decoder.yaml"), "--preset", "tiny"]
+    said = "model.method_args.bugdet is no setting: expected some of d_init, .*budget, operations"
+    with pytest.raises(ValueError, match=said):
+        main(["fit", *stage, "--model.method_args", '{"bugdet": 100}'])
+
+
 @pytest.mark.parametrize(
     ("asked", "shown"), [("--model.help", "MatViT"), ("--data.help", "Digits")]
 )

@@ -372,13 +372,13 @@ def test_a_text_classifier_is_a_transformers_folder(reviews, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("stage", "prompts"),
+    ("stage", "prompts", "longest"),
     [
-        ("vera/e2e", ["name[Eagle], food[French]", "name[Zizzi]"]),
-        ("apet/generation", ["who likes the cook", "who sells"]),
+        ("vera/e2e", ["name[Eagle], food[French]", "name[Zizzi]"], 64),
+        ("apet/generation", ["who likes the cook", "who sells"], 8),  # its target_length
     ],
 )
-def test_a_language_model_writes_text(stage, prompts, tmp_path):
+def test_a_language_model_writes_text(stage, prompts, longest, monkeypatch, tmp_path):
     cli.main(
         [
             *("fit", "-c", str(RECIPES / f"{stage}.yaml"), "--preset", "tiny"),
@@ -398,6 +398,11 @@ def test_a_language_model_writes_text(stage, prompts, tmp_path):
     table = pd.read_csv(tmp_path / "predictions.csv", keep_default_na=False)
     assert list(table.columns) == ["input", "prediction"]
     assert table["input"].tolist() == prompts
+    seen = []
+    monkeypatch.setattr("recipes.predict.generate", lambda *_, **how: seen.append(how) or [""] * 2)
+    for given in (None, 5):
+        Predictor(tmp_path / "last.ckpt", max_new_tokens=given)(prompts)
+    assert [how["max_new_tokens"] for how in seen] == [longest, 5]
 
 
 @pytest.mark.parametrize("text", ["nan", "-3", "0", "many", "M", ""])

@@ -23,7 +23,7 @@ class Tokenizer:
 
 def t5(**arguments):
     torch.manual_seed(0)
-    module = TextToTextTuning("t5", model_args=T5, **{"method": "full", **arguments})
+    module = TextToTextTuning("t5", **{"model_args": T5, "method": "full", **arguments})
     module.configure_model()
     with torch.no_grad():  # a new T5 writes nothing
         for parameter in module.model.parameters():
@@ -74,3 +74,15 @@ def test_batches_for_the_other_kind_of_model_are_refused():
     module._trainer = Trainer()
     with pytest.raises(ValueError, match="encoder_decoder is false, and t5 is an encoder–decoder"):
         module.build()
+
+
+def test_a_t5_of_sizes_alone_starts_its_texts_with_padding():
+    sizes = {key: value for key, value in T5.items() if key != "decoder_start_token_id"}
+    module, expected = t5(model_args=sizes), t5()
+    ids = torch.tensor([[5, 6, 7, 1]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    assert torch.equal(module.outputs(batch)[0], expected.outputs(batch)[0])
+    texts, expected_texts = (
+        generate(one.model, batch, Tokenizer(), max_new_tokens=6) for one in (module, expected)
+    )
+    assert texts == expected_texts

@@ -628,6 +628,25 @@ def test_a_prompt_is_peft_s():
     assert torch.equal(ours(input_ids=ids).logits, one.logits)
 
 
+def test_a_prompt_of_a_classifier_is_peft_s():
+    """The pooler reads the first soft token, and not [CLS], in both."""
+    import peft
+
+    model = BertForSequenceClassification(BertConfig(vocab_size=60, **BERT)).eval()
+    ours = attach(copy.deepcopy(model), Apet(prompt(5), 0))
+    config = peft.PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=5)
+    theirs = peft.get_peft_model(copy.deepcopy(model), config).eval()
+    with torch.no_grad():
+        theirs.prompt_encoder.default.embedding.weight.copy_(ours.apet_prompt)
+    ids = torch.randint(60, (2, 6), generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+    given = {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([0, 1])}
+    given["token_type_ids"] = (torch.arange(6) > 2).long().expand(2, -1)
+    one, other = ours(**given), theirs(**given)
+    torch.testing.assert_close(one.logits, other.logits)
+    torch.testing.assert_close(one.loss, other.loss)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bloom", "t5"])
 def test_a_prompted_model_generates_what_it_predicts(name):
     model = made(name)
