@@ -176,4 +176,4 @@ def load(source: str) -> tuple[Any, Any]:
 
 def draft_length(text: str) -> Any:
     """A number of tokens, or "adaptive"."""
-    return int(text) if text.isdigit() else text
+    return int(text) if text.isdecimal() else text

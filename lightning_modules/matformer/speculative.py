@@ -148,7 +148,11 @@ def speculative_generate(
         loop = _Loop(verifier, drafting, do_sample, temperature, generator, record)
         adapted = draft_tokens == "adaptive"
         cost = relative_cost(verifier, drafting, input_ids) if adapted else 0.0
-        slots = Slots(input_ids, mask, getattr(model.config, "max_position_embeddings", None))
+        readers = [model, *([draft] if isinstance(draft, nn.Module) else [])]
+        limits = [getattr(one.config, "max_position_embeddings", None) for one in readers]
+        slots = Slots(
+            input_ids, mask, min((one for one in limits if one is not None), default=None)
+        )
         latest = loop.begin(slots)
         rows = [_Row(prompt, ends, stop, max_new_tokens) for prompt in input_ids]
         new: list[list[int]] = latest[:, None].tolist()
@@ -376,4 +380,11 @@ def _check_layers(model: Any, ids: Tensor, new: int, cut: bool) -> None:
         raise ValueError(
             f"{type(model).__name__} has {', '.join(sorted(kinds)) or 'a sliding window'}, whose "
             "cache cannot be cut back: speculative decoding needs full attention in all layers"
+        )
+    # their distances count a row's rejected tokens, whatever the attention mask says
+    by_slot = config.model_type == "mpt" or "local" in getattr(config, "attention_layers", [])
+    if cut and by_slot and len(ids) > 1:
+        raise ValueError(
+            f"{type(model).__name__} measures distances in a cache that has rejected tokens in it, "
+            f"if rows differ in what they accept: decode the {len(ids)} rows one at a time"
         )

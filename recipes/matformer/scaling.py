@@ -11,6 +11,7 @@ presets with a table each. To fit them together:
     fit(models["compute"].to_numpy(), models["loss"].to_numpy())
 """
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -56,17 +57,22 @@ def fit(compute: NDArray[np.float64], losses: NDArray[np.float64]) -> Fit:
         losses: validation loss of each model.
 
     Raises:
-        ValueError: there are fewer than four models, or they do not follow such a law.
+        ValueError: there are fewer than four models or three values of N·D, or they do not follow
+            such a law.
     """
     if len(losses) < 4:
         raise ValueError(f"{len(losses)} models: expected four or more to fit three parameters")
+    if len(set(compute)) < 3:
+        raise ValueError(f"{len(set(compute))} values of N·D: expected three or more")
     centre = float(np.exp(np.log(compute).mean()))
-    start = (max(float(np.ptp(losses)), 1e-3), -0.1, float(losses.min()) - 0.1)
+    start = (max(float(np.ptp(losses)), 1e-3), -0.1, max(float(losses.min()) - 0.1, 0.0))
     bounds = ([0, -2, 0], [np.inf, 0, np.inf])
     try:
-        estimates, covariance = curve_fit(
-            law, compute / centre, losses, start, bounds=bounds, maxfev=20_000
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", OptimizeWarning)  # the covariance has no finite estimate
+            estimates, covariance = curve_fit(
+                law, compute / centre, losses, start, bounds=bounds, maxfev=20_000
+            )
     except (RuntimeError, OptimizeWarning) as error:
         raise ValueError(f"the losses follow no such law ({error})") from error
     scaled, b, c = (float(value) for value in estimates)

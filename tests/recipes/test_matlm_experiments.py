@@ -445,6 +445,10 @@ def test_the_law_is_found_again():
     assert found.rmse == pytest.approx(1e-3, rel=0.5)
     with pytest.raises(ValueError, match="3 models: expected four or more"):
         scaling.fit(compute[:3], compute[:3])
+    with pytest.raises(ValueError, match="1 values of N·D: expected three or more"):
+        scaling.fit(np.full(6, 1e12), np.linspace(2, 3, 6))
+    small = scaling.fit(compute, scaling.law(compute, 0.5, -0.1, 0.01))
+    assert small.values == pytest.approx((0.5, -0.1, 0.01), rel=0.02)
 
 
 def test_a_checkpoint_writes_text_by_itself(trained, capsys):

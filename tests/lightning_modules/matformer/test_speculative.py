@@ -262,6 +262,31 @@ def test_long_texts_end_at_the_last_position():
     assert written.tolist() == [greedy(model, row, 12) for row in ids.tolist()]
 
 
+def test_finished_rows_stay_within_the_positions_of_a_draft_that_has_fewer():
+    model, ids = build("gpt2"), prompts(4, 7)
+    draft = build("gpt2", 1, n_positions=27, max_position_embeddings=27)
+    written = speculative_generate(model, ids, draft, 20, 4)
+    assert written.tolist() == [greedy(model, row, 20) for row in ids.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("gpt_neo", {"attention_types": [[["global", "local"], 1]], "num_layers": 2}),
+        ("mpt", {"n_layers": 2, "n_heads": 4, "d_model": 32}),
+    ],
+)
+def test_distances_by_slot_are_refused_where_rows_may_differ(kind, settings):
+    width = {"hidden_size": 32, "num_heads": 4, "window_size": 4} if kind == "gpt_neo" else {}
+    config = AutoConfig.for_model(kind, vocab_size=VOCABULARY, **settings, **width)
+    torch.manual_seed(0)
+    model, ids = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval(), prompts(2, 5)
+    with pytest.raises(ValueError, match="decode the 2 rows one at a time"):
+        speculative_generate(model, ids, like(model, 0.05), 8, 3)
+    alone = speculative_generate(model, ids[:1], like(model, 0.05), 8, 3)
+    assert alone.tolist() == [greedy(model, ids[0].tolist(), 8)]
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
