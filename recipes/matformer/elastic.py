@@ -173,6 +173,7 @@ def prepare(m: Measuring) -> Iterator[Row]:
         model = m.model("base")
     else:
         arguments = m.settings["model_args"]
+        data.refuse_another_tokenizer(m.settings["architecture"])  # the exports carry the data's
         model = build_text(m.settings["architecture"], "causal", arguments, pretrained=True)
     model = model.to(device()).eval()
     _save(model, data.tokenizer, m.folder / "original")

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -476,6 +477,10 @@ def test_a_checkpoint_writes_text_by_itself(trained, capsys):
         (["CKPT", "--prompt", "a", "--sample", "--temperature", "nan"], "temperature is nan"),
         (["CKPT", "--prompt", "a", "--seed", "1"], "--seed 1 has no effect without --sample"),
         (["CKPT", "--prompt", "a", "--draft-tokens", "2"], "--draft-tokens 2 has no effect"),
+        (
+            ["CKPT", "--prompt", "a", "--draft", "S", "--draft-tokens", "²"],
+            "draft_tokens is '²', expected",
+        ),
         (["CKPT", "--prompt", "a" * 120, "--draft", "S"], "more than the 128 positions"),
         (["CKPT", "--prompt", "a", "--granularity", "0,1"], "has 2 entries"),
         (["CKPT", "--prompt", "a", "--granularity", "S", "--draft", "L"], "larger than the verif"),
@@ -576,6 +581,22 @@ def test_a_decoder_of_the_user_s_is_made_elastic_and_planned(tmp_path):
     elastic.declare(started)
     with pytest.raises(ValueError, match=r"varies model\.architecture"):
         started.check()
+
+
+def test_a_decoder_with_another_tokenizer_is_not_prepared(tmp_path):
+    """Its exports would carry the data's tokenizer, which their embedding was not made for."""
+    build_text("starcoder2", "causal", DECODER).save_pretrained(tmp_path / "mine")
+    train_tokenizer(["some words of another text"] * 9, 280).save_pretrained(tmp_path / "mine")
+    train_tokenizer([], 259).save_pretrained(tmp_path / "other")
+    (tmp_path / "text.txt").write_text("a line of text\n" * 200)
+    data = {
+        "source": "files", "train": str(tmp_path / "text.txt"), "length": 16,
+        "tokenizer": str(tmp_path / "other"), "cache": str(tmp_path / "corpora"),
+    }  # fmt: skip
+    settings = {"data": data, "architecture": str(tmp_path / "mine"), "model_args": {}}
+    measuring: Any = SimpleNamespace(settings=settings, stages={}, seed=0, folder=tmp_path / "out")
+    with pytest.raises(ValueError, match="mine has another tokenizer, of 2.. tokens, than the dat"):
+        list(elastic.prepare(measuring))
 
 
 DECODER = {
