@@ -11,7 +11,6 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,9 @@ from torch.utils.data import Dataset
 from datamodules.loading import IGNORED
 
 FORMAT = 1
-BATCH = 64  # documents that are tokenised at a time
+# Documents and characters that are tokenised at a time: a tokenizer takes about a hundred bytes of
+# memory for a byte of text.
+BATCH, CHARACTERS = 64, 2**20
 
 
 def fingerprint(tokenizer: Any) -> str:
@@ -90,7 +91,7 @@ def write_tokens(
         dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
         ends, size, texts = [0], 0, (text for text in documents if text)
         with (scratch / "tokens.bin").open("wb") as file:
-            while batch := list(islice(texts, BATCH)):
+            for batch in _batches(texts):
                 size += sum(len(text.encode()) for text in batch)
                 encoded = tokenizer(batch, add_special_tokens=False, return_attention_mask=False)
                 for ids in encoded["input_ids"]:
@@ -113,6 +114,20 @@ def write_tokens(
         }
         (scratch / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     return folder
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Lists of at most BATCH texts, each ended by the text that brings it to CHARACTERS or more."""
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if len(batch) == BATCH or size >= CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 class TokenFile:

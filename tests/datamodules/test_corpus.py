@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from datamodules import token_files
 from datamodules.corpus import BYTES, PIECE, CorpusData, python_files, read_file
 from datamodules.loading import IGNORED
 from datamodules.token_files import TokenFile, TokenStream, Windows, write_tokens
@@ -152,6 +153,28 @@ def test_a_large_text_file_is_cut_at_line_ends(tmp_path):
     pieces = list(read_file(path, "text"))
     assert "".join(pieces) == path.read_text()
     assert [len(piece) for piece in pieces] == [PIECE, PIECE]
+
+
+def test_long_documents_are_tokenised_a_few_at_a_time(tmp_path, monkeypatch):
+    """A tokenizer holds about a hundred bytes for each character that it is given at once."""
+    monkeypatch.setattr(token_files, "CHARACTERS", 50)
+    calls, tokenizer = [], train_tokenizer([], 259)
+
+    class Counted:
+        def __call__(self, batch, **settings):
+            calls.append(sum(map(len, batch)))
+            return tokenizer(batch, **settings)
+
+        def __getattr__(self, name):
+            return getattr(tokenizer, name)
+
+        def __len__(self):
+            return len(tokenizer)
+
+    documents = ["a" * 30] * 5 + ["b"] * 100
+    folder = write_tokens(documents, Counted(), tmp_path / "tokens")
+    assert max(calls) <= 50 + 30 and sum(calls) == 250
+    assert len(TokenFile(folder, tokenizer).tokens) == 250 + len(documents)
 
 
 def test_a_set_of_the_datasets_library(tmp_path):
