@@ -26,6 +26,7 @@ from datamodules.token_files import (
     Windows,
     appearing,
     fingerprint,
+    gathered,
     write_tokens,
 )
 from datamodules.tokens import load_tokenizer, tokenizer_from, tokenizer_state, train_tokenizer
@@ -394,7 +395,7 @@ def read_file(path: Path, column: str) -> Iterator[str]:
                         raise column_error(path, reader.line_num, cells, len(names))
                     yield row[column]
             else:
-                yield from _pieces(lines)
+                yield from ("".join(piece) for piece in gathered(lines, PIECE))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8.") from error
     except UnicodeEncodeError as error:
@@ -406,19 +407,6 @@ def read_file(path: Path, column: str) -> Iterator[str]:
             f"{place}: there is no text {column!r} in it ({error!r}): name the text's column in "
             "--data.column, or repair the line."
         ) from error
-
-
-def _pieces(lines: Iterator[str]) -> Iterator[str]:
-    piece: list[str] = []
-    size = 0
-    for line in lines:
-        piece.append(line)
-        size += len(line)
-        if size >= PIECE:
-            yield "".join(piece)
-            piece, size = [], 0
-    if piece:
-        yield "".join(piece)
 
 
 @functools.cache

@@ -91,7 +91,7 @@ def write_tokens(
         dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
         ends, size, texts = [0], 0, (text for text in documents if text)
         with (scratch / "tokens.bin").open("wb") as file:
-            for batch in _batches(texts):
+            for batch in gathered(texts, CHARACTERS, BATCH):
                 size += sum(len(text.encode()) for text in batch)
                 encoded = tokenizer(batch, add_special_tokens=False, return_attention_mask=False)
                 for ids in encoded["input_ids"]:
@@ -116,18 +116,20 @@ def write_tokens(
     return folder
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Lists of at most BATCH texts, each ended by the text that brings it to CHARACTERS or more."""
-    batch: list[str] = []
+def gathered(
+    texts: Iterable[str], characters: int, count: int | None = None
+) -> Iterator[list[str]]:
+    """Lists of at most `count` texts, each ended by the text that brings it to `characters`."""
+    texts_so_far: list[str] = []
     size = 0
     for text in texts:
-        batch.append(text)
+        texts_so_far.append(text)
         size += len(text)
-        if len(batch) == BATCH or size >= CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+        if size >= characters or len(texts_so_far) == count:
+            yield texts_so_far
+            texts_so_far, size = [], 0
+    if texts_so_far:
+        yield texts_so_far
 
 
 class TokenFile:

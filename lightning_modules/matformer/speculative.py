@@ -132,14 +132,15 @@ def speculative_generate(
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     ends = _end_tokens(model, eos_token_id)
     _check(model, input_ids, mask, max_new_tokens, draft_tokens, temperature)
+    models = [model, *([draft] if isinstance(draft, nn.Module) else [])]
+    for one, name in zip(models, ("model", "draft"), strict=False):
+        _check_positions(one, input_ids, max_new_tokens, name)
     _check_layers(model, input_ids, max_new_tokens, cut=draft_tokens != 0 or compiled)
-    if isinstance(draft, nn.Module):
-        _check_positions(draft, input_ids, max_new_tokens, "draft")
     if stop_strings and tokenizer is None:
         raise ValueError("stop_strings need the tokenizer that wrote the prompts: give tokenizer")
     stop = StopStringCriteria(tokenizer, list(stop_strings)) if stop_strings else None
     record = SpeculationRecord() if record is None else record
-    with evaluating(model, *([draft] if isinstance(draft, nn.Module) else [])):
+    with evaluating(*models):
         longest = LONGEST_DRAFT if draft_tokens == "adaptive" else draft_tokens
         max_slots = _max_slots(input_ids, max_new_tokens + longest) if compiled else None
         verifier = Reader(at_set_granularity(model), max_slots=max_slots)
@@ -148,11 +149,8 @@ def speculative_generate(
         loop = _Loop(verifier, drafting, do_sample, temperature, generator, record)
         adapted = draft_tokens == "adaptive"
         cost = relative_cost(verifier, drafting, input_ids) if adapted else 0.0
-        readers = [model, *([draft] if isinstance(draft, nn.Module) else [])]
-        limits = [getattr(one.config, "max_position_embeddings", None) for one in readers]
-        slots = Slots(
-            input_ids, mask, min((one for one in limits if one is not None), default=None)
-        )
+        limits = [limit for one in models if (limit := _positions(one)) is not None]
+        slots = Slots(input_ids, mask, min(limits, default=None))
         latest = loop.begin(slots)
         rows = [_Row(prompt, ends, stop, max_new_tokens) for prompt in input_ids]
         new: list[list[int]] = latest[:, None].tolist()
@@ -343,8 +341,13 @@ def _end_tokens(model: Any, given: int | Sequence[int] | None) -> list[int]:
     return [given] if isinstance(given, int) else list(given)
 
 
+def _positions(model: Any) -> int | None:
+    """How many positions a model has; None if its configuration gives no limit."""
+    return getattr(model.config, "max_position_embeddings", None)
+
+
 def _check_positions(model: Any, ids: Tensor, new: int, name: str) -> None:
-    longest = getattr(model.config, "max_position_embeddings", None)
+    longest = _positions(model)
     if longest is not None and ids.shape[1] + new > longest:
         raise ValueError(
             f"a prompt of {ids.shape[1]} tokens and max_new_tokens={new} are more than the "
@@ -367,7 +370,6 @@ def _check(
         raise ValueError(
             "a prompt ends in padding, or its attention_mask has another shape: pad on the left"
         )
-    _check_positions(model, ids, new, "model")
 
 
 def _check_layers(model: Any, ids: Tensor, new: int, cut: bool) -> None:

@@ -180,6 +180,14 @@ def fits(grid: Mapping[str, Any], model: str, task: str) -> bool:
     return not is_free_text(grid, task) or grid["models"][model]["config"] == "decoder"
 
 
+def tasks_for(
+    run: Run, grid: Mapping[str, Any], model: str, default: Sequence[str] = ()
+) -> list[str]:
+    """The tasks of `chosen` that a model can be tuned on."""
+    tasks = chosen(run, "tasks", grid["tasks"], default)
+    return [task for task in tasks if fits(grid, model, task)]
+
+
 def _settings(
     run: Run, grid: Mapping[str, Any], cell: Cell
 ) -> tuple[Sequence[float], str, dict[str, Any], dict[str, Any]]:

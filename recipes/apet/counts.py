@@ -42,6 +42,7 @@ from recipes.apet.cells import (
     options,
     sampling_error,
     score,
+    tasks_for,
     values_of,
 )
 from recipes.claims import Claim, Comparison
@@ -69,9 +70,7 @@ def declare(run: Run) -> None:
     settings = grid["counts"]
     for seed in run.seeds:
         for model in chosen(run, "models", grid["models"], settings["models"]):
-            for task in chosen(run, "tasks", grid["tasks"], settings["tasks"]):
-                if not fits(grid, model, task):
-                    continue
+            for task in tasks_for(run, grid, model, settings["tasks"]):
                 full = Cell(model, task, "full", of_method(grid, "full", model), seed)
                 gain(run, grid, full)
                 nodes = {
@@ -165,7 +164,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     models = [
         model
         for model in chosen(run, "models", grid["models"], settings["models"])
-        if any(fits(grid, model, task) for task in tasks)
+        if tasks_for(run, grid, model, settings["tasks"])
     ]
     rows = [
         [

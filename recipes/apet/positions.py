@@ -45,6 +45,7 @@ from recipes.apet.cells import (
     options,
     points,
     score,
+    tasks_for,
     uncollapsed,
 )
 from recipes.claims import Claim, Comparison
@@ -65,9 +66,7 @@ def declare(run: Run) -> None:
     rows, draws = run.rows(PET), settings["draws"]
     for seed in run.seeds:
         for model in chosen(run, "models", grid["models"], settings["models"]):
-            for task in chosen(run, "tasks", grid["tasks"], settings["tasks"]):
-                if not fits(grid, model, task):
-                    continue
+            for task in tasks_for(run, grid, model, settings["tasks"]):
                 scores: dict[str, dict[str, Any]] = {}
                 for row in rows:
                     budget = budget_of(run, grid, model, row)

@@ -32,6 +32,7 @@ from recipes.apet.cells import (
     points,
     pretrain,
     score,
+    tasks_for,
     uncollapsed,
 )
 from recipes.claims import Claim, Comparison
@@ -59,9 +60,7 @@ def declare(run: Run) -> None:
             if grid["models"][model].get("pretrain"):
                 nodes = {"stage": pretrain(run, grid, model)}
                 run.measure(f"pretrain {model} loss", 0, measure_pretraining, nodes, {"row": model})
-            for task in chosen(run, "tasks", grid["tasks"]):
-                if not fits(grid, model, task):
-                    continue
+            for task in tasks_for(run, grid, model):
                 by_row = {cell.row: cell for cell in cells(grid, [model], [task], rows, seed)}
                 scores = {row: score(run, grid, cell) for row, cell in by_row.items()}
                 if "full" in by_row:

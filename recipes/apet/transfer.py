@@ -15,6 +15,7 @@ error of the target's test part, the one-sided 95 % bound.
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pandas as pd
 
@@ -43,10 +44,9 @@ SWAPPED = ("RTE", "QNLI")  # GLUE's files have entailment as class 0
 
 def declare(run: Run) -> None:
     """Declare every method's training on every source task, and its scores on all target tasks."""
-    grid = run.grid(GRID)
+    grid = _grid(run)
     settings = grid["transfer"]
-    grid["tasks"] = {**grid["tasks"], **settings.get("more", {})}
-    model, tasks = settings["model"], two_class_tasks(run)
+    model, tasks = settings["model"], two_class_tasks(run, grid)
     for seed in run.seeds:
         for method in run.rows(settings["methods"]):
             stages = {
@@ -61,17 +61,20 @@ def declare(run: Run) -> None:
             majority(run, grid, cell)
 
 
-def two_class_tasks(run: Run) -> list[str]:
+def _grid(run: Run) -> dict[str, Any]:
+    """The grid, its tasks with those that only this experiment has."""
+    grid = run.grid(GRID)
+    return {**grid, "tasks": {**grid["tasks"], **grid["transfer"].get("more", {})}}
+
+
+def two_class_tasks(run: Run, grid: dict[str, Any]) -> list[str]:
     """The tasks that --tasks names, or the preset's.
 
     Raises:
         ValueError: if the flag names one that is unknown, or has other than two classes.
     """
-    grid = run.grid(GRID)
-    settings = grid["transfer"]
-    tasks = {**grid["tasks"], **settings.get("more", {})}
-    known = [name for name, task in tasks.items() if len(task.get("words", ())) == 2]
-    return chosen(run, "tasks", known, settings["tasks"])
+    known = [name for name, task in grid["tasks"].items() if len(task.get("words", ())) == 2]
+    return chosen(run, "tasks", known, grid["transfer"]["tasks"])
 
 
 def measure_transfer(m: Measuring) -> Iterator[Row]:
@@ -99,8 +102,9 @@ def measure_transfer(m: Measuring) -> Iterator[Row]:
 
 def report(table: pd.DataFrame, run: Run) -> list[str]:
     """For each method, a table of accuracies by source and target."""
-    settings = run.grid(GRID)["transfer"]
-    tasks, model = two_class_tasks(run), settings["model"]
+    grid = _grid(run)
+    settings = grid["transfer"]
+    tasks, model = two_class_tasks(run, grid), settings["model"]
     parts = [
         f"# Tuned on one task, used on another, preset {run.preset}",
         provenance(run, table),
