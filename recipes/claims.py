@@ -86,8 +86,19 @@ class Comparison:
     @property
     def title(self) -> str:
         """What is compared, such as "accuracy of vera and of lora"."""
-        b = "" if self.b is None else f" and of {_named(self.b)}"
-        return f"{self.metric} of {_named(self.a)}{b}"
+        return self._title(self._sides)
+
+    def lacking(self, table: pd.DataFrame) -> str:
+        """What is compared and not in the table: one side, or both."""
+        absent = [one for one in self._sides if self.side(table, one).empty]
+        return self._title(absent or self._sides)
+
+    @property
+    def _sides(self) -> list[str | Where]:
+        return [self.a] if self.b is None else [self.a, self.b]
+
+    def _title(self, sides: Sequence[str | Where]) -> str:
+        return f"{self.metric} of {' and of '.join(map(_named, sides))}"
 
     def side(self, table: pd.DataFrame, one: str | Where) -> pd.Series:
         """Values of one side, indexed by seed."""
@@ -102,7 +113,7 @@ class Comparison:
         if self.b is None:
             return difference(self.side(table, self.a), 0.0)
         if self.mean_over:
-            in_a, in_b = (set(self._lines(table, one)[self.mean_over]) for one in (self.a, self.b))
+            in_a, in_b = (set(self._lines(table, one)[self.mean_over]) for one in self._sides)
             table = table[table[self.mean_over].isin(in_a & in_b)]
         return difference(self.side(table, self.a), self.side(table, self.b))
 
@@ -194,7 +205,7 @@ def judge(claim: Claim, table: pd.DataFrame) -> tuple[str, str, str]:
     compared = [test.difference(table) for test in tests]
     for test, one in zip(tests, compared, strict=True):
         if not one.n:
-            return NOT_JUDGED, "", left_out or f"{COMPUTE} not measured: {test.title}"
+            return NOT_JUDGED, "", left_out or f"{COMPUTE} not run here: {test.lacking(table)}"
     if any(one.diverged for one in compared):
         return NOT_JUDGED, "", "a seed has diverged: its value is no finite number"
     words = [test.verdict(one) for test, one in zip(tests, compared, strict=True)]
@@ -231,12 +242,12 @@ def _several(comparisons: Comparison | Sequence[Comparison] | None) -> list[Comp
 def _why_shut(gate: Comparison, table: pd.DataFrame) -> str:
     """Why a gate is shut; "" if it is open."""
     compared = gate.difference(table)
-    asked = f", that {gate.says}" if gate.says else f" on {gate.title}"
+    asked = gate.says or gate.title
     if not compared.n:
-        return f"{COMPUTE} the gate is not measured{asked}"
+        return f"{COMPUTE} its gate ({asked}) was not measured"
     if gate.verdict(compared) == SUPPORTED:
         return ""
-    reason = f"the gate is shut{asked}: {gate.text(compared)}"
+    reason = f"the gate is shut ({asked}): {gate.text(compared)}"
     if compared.n == 1 and not gate.exact:
         return f"{reason}: one seed has no interval, a second is needed"
     return reason

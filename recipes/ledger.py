@@ -203,11 +203,14 @@ def _markdown(header: list[str], rows: list[list[str]]) -> str:
 def ledger(verdicts: Sequence[Verdict]) -> str:
     """The text of results/claims.md."""
     count = {word: sum(one.word == word for one in verdicts) for word in WORDS}
+    distinct = len({(one.experiment, one.claim.name) for one in verdicts})
     text = [
         "# Claims and verdicts",
         "Written by `python -m recipes claims` from every results.csv in this folder; a test fails "
         "where they disagree. " + MEANING,
-        ", ".join(f"{number} {word}" for word, number in count.items()) + ".",
+        f"{distinct} claims; one that several runs measured has a line for each run. Lines: "
+        + ", ".join(f"{number} {word}" for word, number in count.items())
+        + ".",
     ]
     for experiment in dict.fromkeys(one.experiment for one in verdicts):
         part = [one for one in verdicts if one.experiment == experiment]

@@ -160,6 +160,12 @@ CLAIMS = [
          for a, b in (("matlm", "paper"), ("paper", "matlm"))],
     ),
     Claim(
+        "downstream tasks", "MatFormer", "On 25 English tasks with one example each, MatLM's sizes "
+        "score as well as models trained alone.", "Section 4.1", "not at hand",
+        reason="data and compute: the tasks are downloaded, and a decoder that was trained here "
+        "knows Python source; `python -m recipes evaluate CKPT --tasks …` scores any size on them",
+    ),
+    Claim(
         "scaling law", "MatFormer", "The loss of MatLM follows a · (N·D)^b + c, as that of models "
         "trained alone does.", "Table 3", "21.60, −0.13, 1.33; alone: 14.08, −0.10, 0.89",
         reason="a preset varies N alone, so that its fit cannot tell N·D from N: the five sizes of "

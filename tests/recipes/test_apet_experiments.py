@@ -163,7 +163,7 @@ def test_a_collapsed_training_shuts_the_gate():
     table = tidy([Row("MiniLM", "deviation", 1.0, "SST-2")], "apet.scales", "small", 0)
     reason = judge(claim, table)[2]
     assert reason.startswith(
-        "compute: the gate is not measured, that full fine-tuning of MiniLM is"
+        "compute: its gate (full fine-tuning of MiniLM is"
     )
 
 

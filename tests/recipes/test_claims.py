@@ -95,7 +95,7 @@ class TestVerdict:
 
     def test_what_was_not_measured_is_not_judged(self):
         assert judge(claim(A_B), table(a=[0.5, 0.6])) == (
-            NOT_JUDGED, "", "compute: not measured: accuracy of a and of b",
+            NOT_JUDGED, "", "compute: not run here: accuracy of b",
         )  # fmt: skip
         without = claim(None, reason="needs ImageNet-21K")
         assert judge(without, table(a=[0.5])) == (NOT_JUDGED, "", "needs ImageNet-21K")
@@ -112,7 +112,7 @@ class TestGate:
         assert judge(claim(A_B, xl_s), self.rows)[0] == SUPPORTED
         word, measured, reason = judge(claim(A_B, s_xl), self.rows)
         assert word == NOT_JUDGED and measured == ""
-        assert reason.startswith("the gate is shut on accuracy of s and of xl: -0.09 [")
+        assert reason.startswith("the gate is shut (accuracy of s and of xl): -0.09 [")
         assert judge(claim(A_B, [xl_s, s_xl]), self.rows)[0] == NOT_JUDGED
 
     def test_undecided_or_unmeasured_is_shut(self):
@@ -121,7 +121,7 @@ class TestGate:
         assert word == NOT_JUDGED
         assert reason.endswith(": one seed has no interval, a second is needed")
         reason = judge(claim(A_B, Comparison("accuracy", "xl", "t")), self.rows)[2]
-        assert reason == "compute: the gate is not measured on accuracy of xl and of t"
+        assert reason == "compute: its gate (accuracy of xl and of t) was not measured"
 
     def test_a_mean_is_over_the_sets_that_both_rows_have(self):
         """Table 6 has most variants on two of the tasks, and the default on all."""
@@ -146,7 +146,7 @@ class TestGate:
         word, measured, reason = judge(claim(test, gate), rows)
         assert word == SUPPORTED and measured.startswith("+0.10 [")
         assert reason.startswith(
-            "left out: CoLA, the gate is shut on accuracy of full and of majority: "
+            "left out: CoLA, the gate is shut (accuracy of full and of majority): "
         )
         shut = rows[rows["set"] == "CoLA"]
         assert judge(claim(test, gate), shut)[0] == NOT_JUDGED
@@ -276,7 +276,7 @@ class TestPages:
         assert words.count("supported") == 1
         (root / "results" / "m" / "e" / "results.csv").unlink()
         reasons = [one.reason for one in ledger.judge_all(root)]
-        assert reasons.count("compute: not measured: accuracy of a and of b") == 1
+        assert reasons.count("compute: not run here: accuracy of b") == 1
 
     def test_a_run_s_own_report_ends_in_the_same_verdicts(self, root):
         rows = table(a=[0.52, 0.53, 0.54], b=[0.5, 0.51, 0.52])

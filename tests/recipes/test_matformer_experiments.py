@@ -430,7 +430,7 @@ def test_every_claim_is_judged_where_size_matters(gap, word):
     for claim in (*matvit.CLAIMS, *probabilities.CLAIMS, *finetune_grid.CLAIMS):
         found, _, reason = judge(claim, table)
         assert found == word, claim.name
-        assert not reason if word == SUPPORTED else "gate is shut, that XL of the row" in reason, (
+        assert not reason if word == SUPPORTED else "gate is shut (XL of the row" in reason, (
             claim.name
         )
 
@@ -448,7 +448,7 @@ def test_a_search_whose_predictor_explains_little_is_no_rival():
     table = paper_like(gap=0.1, predicts=0.4)
     [shut] = (claim for claim in matvit.CLAIMS if judge(claim, table)[0] == NOT_JUDGED)
     assert shut.name == "Mix'n'Match > search"
-    assert "the gate is shut, that the search's predictor" in judge(shut, table)[2]
+    assert "the gate is shut (the search's predictor" in judge(shut, table)[2]
 
 
 def test_an_encoder_that_knows_nothing_finds_the_commonest_class_most():
