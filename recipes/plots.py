@@ -7,17 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 import pandas as pd
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from recipes.results import Where, by_seed, select, title_of, unique
+from recipes.tables import COLLAPSED
 
 matplotlib.use("Agg")  # a report must not need a screen
 
 from matplotlib import pyplot as plt
 
-# twenty colours, the ten stronger ones first; a series' position among all titles selects one
+# twenty colours, the ten stronger ones first, in the order of the series that a figure shows
 COLORS = [matplotlib.colormaps["tab20"](place) for place in (*range(0, 20, 2), *range(1, 20, 2))]
+GRAYS = ["black", "gray", "silver"]  # of baselines
 
 
 def scatter(
@@ -34,8 +37,9 @@ def scatter(
     scale: float = 1.0,
     log: bool = False,
     ylabel: str = "",
+    spread: str = "sd",
 ) -> None:
-    """Plot a metric against costs, a series for each row; error bars: one standard deviation.
+    """Plot a metric against costs, a series for each row, with error bars over seeds.
 
     Args:
         table: the tidy table.
@@ -50,20 +54,25 @@ def scatter(
         scale: factor by which the metric is multiplied.
         log: whether costs are on a logarithmic axis.
         ylabel: label of the vertical axis; by default the metric.
+        spread: "sd": means ± one standard deviation; "range": medians, from lowest to highest.
     """
     lines = select(table, {"x": None, **(where or {})})
-    with _figure(lines, metric, costs, panel, path, ylabel, log) as panels:
+    note = _note(lines, metric, "bars", spread)
+    with _figure(lines, metric, costs, panel, path, ylabel, log, note) as panels:
         for axis, cost, part in panels:
-            for name, title, color in _series(part, metric, titles):
+            for name, title, color in _series(part, lines, metric, titles, baselines):
                 points = []
                 for _, point in select(part, {"row": name}).groupby("set", sort=False):
                     height, width = by_seed(point, metric) * scale, by_seed(point, cost)
-                    if name in baselines and len(height):
-                        axis.axhline(height.mean(), color=color, linestyle=":", label=title)
-                    elif len(height) and len(width):
-                        points.append((width.mean(), height.mean(), _deviation(height)))
+                    if not len(height):
+                        continue
+                    centre, below, above = _spread(height, spread)
+                    if name in baselines:
+                        axis.axhline(centre, color=color, linestyle=":", label=title)
+                    elif len(width):
+                        points.append((width.mean(), centre, below, above))
                 if points:
-                    x, y, error = zip(*sorted(points), strict=True)
+                    x, y, *error = zip(*sorted(points), strict=True)
                     style = "o-" if name in joined else "o"
                     axis.errorbar(x, y, error, fmt=style, capsize=3, color=color, label=title)
             if not log and axis.get_xlim()[1] >= 10_000:  # 500 k rather than 500000
@@ -103,7 +112,8 @@ def ranking(
     for place, row in enumerate(ranked):
         one = measured[row]
         axis.plot(one, [place] * len(one), "o", color=COLORS[0], alpha=0.3)
-        axis.errorbar(one.mean(), place, xerr=_deviation(one), fmt="|", color=COLORS[0], capsize=3)
+        mean, deviation, _ = _spread(one)
+        axis.errorbar(mean, place, xerr=deviation, fmt="|", color=COLORS[0], capsize=3)
     for row in measured.keys() & set(baselines):
         axis.axvline(measured[row].mean(), color="gray", linestyle=":", label=titles[row])
         axis.legend(fontsize="small", loc="lower right")
@@ -112,7 +122,7 @@ def ranking(
     axis.set_yticks(range(len(ranked)), [titles[row] + _costs(table, row, costs) for row in ranked])
     axis.set_xlabel(xlabel or metric)
     axis.grid(alpha=0.3)
-    save_plot(figure, path, _note(table, metric, "dots: seeds; bars"))
+    save_plot(figure, path, _note(table, metric, "dots: seeds; bars", "sd"))
 
 
 def _costs(table: pd.DataFrame, row: str, costs: Mapping[str, str]) -> str:
@@ -144,32 +154,34 @@ def curves(
     log: bool = False,
     xlabel: str = "",
     ylabel: str = "",
+    spread: str = "sd",
 ) -> None:
-    """Plot a metric against `x`; the band is one standard deviation over seeds on each side.
+    """Plot a metric against `x`, with bands over seeds.
 
     The arguments are those of `scatter`; `baselines` are series whose numbers have no x. `marks`
     are up to two metrics, places on the horizontal axis, with their titles: each has a broken
     vertical line at its median over seeds, in the colour of its series.
     """
     lines = select(table, where or {})
-    with _figure(lines, metric, {"": xlabel}, panel, path, ylabel, log, "bands") as panels:
+    note = _note(lines, metric, "bands", spread)
+    with _figure(lines, metric, {"": xlabel}, panel, path, ylabel, log, note) as panels:
         for axis, _, part in panels:
-            for name, title, color in _series(part, metric, titles):
+            for name, title, color in _series(part, lines, metric, titles, baselines):
                 points = select(part, {"row": name, "metric": metric})
                 if name in baselines:
-                    height = by_seed(points, metric).mean() * scale
+                    height, *_ = _spread(by_seed(points, metric) * scale, spread)
                     axis.axhline(height, color=color, linestyle=":", label=title)
                     continue
                 places = unique(points.dropna(subset=["x"]), "x")
                 if not log and all(float(place).is_integer() for place in places):
                     axis.xaxis.set_major_locator(MaxNLocator(integer=True))  # rounds, steps
-                values = [by_seed(points, metric, {"x": x}) * scale for x in places]
-                means = [value.mean() for value in values]
-                axis.plot(places, means, "o-", color=color, label=title)
-                low, high = (
-                    [value.mean() + sign * _deviation(value) for value in values]
-                    for sign in (-1, 1)
-                )
+                spreads = [
+                    _spread(by_seed(points, metric, {"x": x}) * scale, spread) for x in places
+                ]
+                centres = [centre for centre, _, _ in spreads]
+                axis.plot(places, centres, "o-", color=color, label=title)
+                low = [centre - below for centre, below, _ in spreads]
+                high = [centre + above for centre, _, above in spreads]
                 axis.fill_between(places, low, high, alpha=0.15, color=color)
                 marked = zip(("--", "-."), (marks or {}).items(), strict=False)
                 for style, (mark, meaning) in marked:
@@ -190,32 +202,53 @@ def groups(
     titles: Mapping[str, str] | None = None,
     scale: float = 1.0,
     ylabel: str = "",
+    dot: str = "one seed",
+    remarks: Mapping[str, str] | None = None,
 ) -> None:
     """Plot a metric by groups, in each of which the series stand side by side.
 
-    Every value is a pale dot; a bar is their mean, with one standard deviation on each side.
+    Every value is a pale dot, with a cross on it if the table says that the classifier predicted
+    one class only; a bar is the dots' mean, with one standard deviation on each side.
 
     Args:
         names: titles of the groups; `x` in the table is a group's place among them.
         table, path, metric, panel, titles, scale, ylabel: see `scatter`. Here a series may have
             several values of a seed in a group.
+        dot: what a dot is, for the note below.
+        remarks: value of `panel` → what is said below that panel.
     """
-    spread = "dots: values; bars"
-    with _figure(table, metric, {"": ""}, panel, path, ylabel, False, spread) as panels:
+    seeds = select(table, {"metric": metric})["seed"].nunique()
+    note = (
+        f"{seeds} seed{'s' if seeds != 1 else ''}; a dot: {dot}; "
+        "bars: mean of the dots ± one standard deviation"
+    )
+    with _figure(table, metric, {"": ""}, panel, path, ylabel, False, note) as panels:
         for axis, _, part in panels:
-            drawn = list(_series(part, metric, titles))
+            axis.set_xlabel((remarks or {}).get(axis.get_title(), ""), fontsize="small")
+            drawn = list(_series(part, table, metric, titles))
             for number, (name, title, color) in enumerate(drawn):
                 lines = select(part, {"row": name, "metric": metric})
                 shift = 0.8 * ((number + 0.5) / len(drawn) - 0.5)
                 axis.plot(lines["x"] + shift, lines["value"] * scale, "o", color=color, alpha=0.3)
+                collapsed = lines[_collapsed(lines, part)]
+                if len(collapsed):
+                    x, y = collapsed["x"] + shift, collapsed["value"] * scale
+                    axis.plot(x, y, "x", color="black", label="collapsed to one class")
                 values = {x: one["value"] * scale for x, one in lines.groupby("x")}
-                means = [one.mean() for one in values.values()]
-                error = [_deviation(one) for one in values.values()]
+                means, error, _ = zip(*map(_spread, values.values()), strict=True)
                 places = [x + shift for x in values]
                 axis.errorbar(places, means, error, fmt="_", capsize=3, color=color, label=title)
             turned = {"rotation": 30, "ha": "right"} if len(names) > 4 else {}
             axis.set_xticks(range(len(names)), names, **turned)
             axis.set_xlim(-0.5, len(names) - 0.5)
+
+
+def _collapsed(lines: pd.DataFrame, table: pd.DataFrame) -> np.ndarray:
+    """Whether each of these scores is of a classifier that predicted one class only."""
+    measured = ["seed", "set", "row", "x", "stage"]
+    one_class = select(table, {"metric": COLLAPSED, "value": 1})
+    known = pd.MultiIndex.from_frame(one_class[measured])
+    return pd.MultiIndex.from_frame(lines[measured]).isin(known)
 
 
 def save_plot(figure: "plt.Figure", path: Path, note: str = "") -> None:
@@ -236,12 +269,9 @@ def _figure(
     path: Path,
     ylabel: str,
     log: bool,
-    spread: str = "bars",
+    note: str,
 ) -> Iterator[list[tuple[Any, str, pd.DataFrame]]]:
-    """Yield a figure's panels as (axis, cost metric, lines of the table); then save the figure.
-
-    `spread` is how the figure shows the deviation over seeds, for the note below it.
-    """
+    """Yield a figure's panels as (axis, cost metric, lines of the table); then save the figure."""
     shown = select(lines, {"metric": metric})
     values = list(unique(shown, panel)) if panel and len(shown) else [None]
     figure, axes = plt.subplots(
@@ -274,33 +304,65 @@ def _figure(
         )  # fmt: skip
     else:  # as after a run with --only, whose report is written all the same
         axes[0][-1].text(0.5, 0.5, "not measured", ha="center", transform=axes[0][-1].transAxes)
-    save_plot(figure, path, _note(lines, metric, spread))
+    save_plot(figure, path, note)
 
 
-def _note(lines: pd.DataFrame, metric: str, spread: str) -> str:
-    """What a plot of a metric shows: of how many seeds, and what its bars or bands are."""
+def _note(lines: pd.DataFrame, metric: str, shows: str, spread: str) -> str:
+    """What a plot of a metric shows: of how many seeds, and what its bars or bands are.
+
+    Args:
+        lines: of the tidy table.
+        metric: the plotted metric.
+        shows: "bars" or "bands".
+        spread: see `scatter`.
+    """
     seeds = select(lines, {"metric": metric})["seed"].nunique()
-    return (
-        f"means of {seeds} seeds; {spread}: ± one standard deviation" if seeds > 1 else "one seed"
-    )
+    if seeds < 2:
+        return "one seed"
+    if spread == "range":
+        return f"medians of {seeds} seeds; {shows}: from the lowest to the highest"
+    return f"means of {seeds} seeds; {shows}: ± one standard deviation"
 
 
 def _series(
-    lines: pd.DataFrame, metric: str, titles: Mapping[str, str] | None
+    part: pd.DataFrame,
+    lines: pd.DataFrame,
+    metric: str,
+    titles: Mapping[str, str] | None,
+    baselines: Sequence[str] = (),
 ) -> Iterator[tuple[Any, str, Any]]:
-    """Value, title and colour of each series that these lines have.
+    """Value, title and colour of each series that a panel has.
 
-    A series "MiniLM, full fine-tuning" has the colour of "MiniLM".
+    A series "MiniLM, full fine-tuning" has the colour of "MiniLM"; other baselines are grey.
+
+    Args:
+        part: the panel's lines of the table.
+        lines: those of all panels, so that a series has the same colour in each.
+        metric, titles, baselines: see `scatter`.
     """
-    present = list(unique(select(lines, {"metric": metric}), "row"))
-    chosen = titles or {value: title_of(value) for value in present}
-    colors = dict(zip(chosen, itertools.cycle(COLORS), strict=False))
-    for value, title in chosen.items():
-        if value in present:
-            owner = str(value).partition(", ")[0]
-            yield value, title, colors.get(owner, colors[value])
+    in_panel, in_figure = (set(select(one, {"metric": metric})["row"]) for one in (part, lines))
+    if not titles:
+        titles = {row: title_of(row) for row in unique(select(lines, {"metric": metric}), "row")}
+    shown = [row for row in titles if row in in_figure]
+    owners = {row: str(row).partition(", ")[0] for row in shown}
+    owners = {row: owner if owner in shown else row for row, owner in owners.items()}
+    colors, grays = itertools.cycle(COLORS), itertools.cycle(GRAYS)
+    color_of = {
+        row: next(grays if row in baselines else colors) for row in shown if owners[row] == row
+    }
+    for row in shown:
+        if row in in_panel:
+            yield row, titles[row], color_of[owners[row]]
 
 
-def _deviation(values: pd.Series) -> float:
-    """Standard deviation over seeds; 0 for one."""
-    return float(values.std()) if len(values) > 1 else 0.0
+def _spread(values: pd.Series, spread: str = "sd") -> tuple[float, float, float]:
+    """The centre of values over seeds, and how far their spread reaches below and above it.
+
+    One standard deviation around the mean, or with "range" from lowest to highest around the
+    median; 0 for one value.
+    """
+    if spread == "range":
+        centre = values.median()
+        return centre, centre - values.min(), values.max() - centre
+    deviation = float(values.std()) if len(values) > 1 else 0.0
+    return values.mean(), deviation, deviation

@@ -278,15 +278,20 @@ def uncollapsed(nodes: Mapping[str, Finished]) -> float:
     return float(all(values_of(node).get(COLLAPSED, 2) > 1 for node in nodes.values()))
 
 
+def learnt(model: str) -> Comparison:
+    """The condition that full fine-tuning of a model is five points above the commonest class."""
+    says = f"full fine-tuning of {model} is five points above the commonest class"
+    return Comparison("gain", model, threshold=5.0, says=says)
+
+
 def gates(models: Sequence[str], valid: str, says: str) -> tuple[Comparison, ...]:
     """The conditions for judging a claim: on each task, in each model that it compares.
 
     Full fine-tuning is five points above the commonest class, else methods cannot differ; and the
     metric `valid`, which is 1 or 0, is 1 for every seed; `says` says what it means.
     """
-    learnt = "full fine-tuning of {} is five points above the commonest class"
     return (
-        *(Comparison("gain", one, threshold=5.0, says=learnt.format(one)) for one in models),
+        *map(learnt, models),
         *(
             Comparison(valid, one, threshold=0.99, exact=True, unit="of the seeds",
                        says=f"{says} of {one}")

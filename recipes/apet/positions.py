@@ -56,7 +56,7 @@ from recipes.provenance import provenance
 from recipes.records import instance_of
 from recipes.results import Row, select
 from recipes.runner import run_experiment
-from recipes.tables import Column, tabulate
+from recipes.tables import COLLAPSED, Column, tabulate
 
 
 def declare(run: Run) -> None:
@@ -170,7 +170,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     groups(
         by_budget(table, tasks, models), run.out / "positions.png", "score",
         [METHODS[row] for row in PET], panel="set", titles={model: model for model in models},
-        scale=100, ylabel="score, %",
+        scale=100, ylabel="score, %", dot="one draw of positions with one seed",
     )  # fmt: skip
     return [
         f"# Positions of the tunable parameters, preset {run.preset}",
@@ -185,17 +185,21 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         else "**Between draws, over the four budgets**, in points:",
         deviation.markdown(),
         "![Score of every draw by budget and model](positions.png)",
-        "A dot is one draw of one seed; bars are mean ± standard deviation over all of them.",
+        "A dot is one draw of one seed, with a cross where its predictions collapsed to one class; "
+        "bars are mean ± standard deviation over all of them.",
         "Paper, Fig. 4: positions matter in a small model and hardly in a large one.",
     ]
 
 
 def by_budget(table: pd.DataFrame, tasks: Sequence[str], models: Sequence[str]) -> pd.DataFrame:
-    """The draws' scores for the plot: `set` the task, `row` the model, `x` the budget's place."""
+    """The draws' scores for the plot: `set` the task, `row` the model, `x` the budget's place.
+
+    With them come the numbers of classes that they predict.
+    """
     parts = []
     for task in tasks:
         for model in models:
-            scores = select(table, {"metric": "score", "set": f"{task}, {model}"})
+            scores = select(table, {"metric": ["score", COLLAPSED], "set": f"{task}, {model}"})
             for place, row in enumerate(PET):
                 drawn = scores[scores["row"].str.startswith(f"APET {row} ")]
                 parts.append(drawn.assign(set=task, row=model, x=float(place)))

@@ -36,7 +36,7 @@ from recipes.messages import console
 from recipes.nodes import device
 from recipes.plots import curves
 from recipes.provenance import provenance
-from recipes.results import Row, by_seed, unique
+from recipes.results import Row, by_seed, select, unique
 from recipes.runner import run_experiment
 from recipes.tables import Column, summary, tabulate
 
@@ -258,11 +258,15 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         shown.show(metric)
         return shown.markdown()
 
+    titles = {**ROWS, "dense": "dense", "chance": "a guess"}
+    lines = select(table, {"metric": "loss", "row": list(titles)})
+    at_right = lines[lines["x"].isna() | (lines["x"] == lines["x"].max())]
+    highest_first = at_right.groupby("row")["value"].mean().sort_values(ascending=False).index
     curves(
         table,
         run.out / "loss.png",
         "loss",
-        titles={**ROWS, "dense": "dense", "chance": "a guess"},
+        titles={row: titles[row] for row in highest_first},  # the legend as the curves end
         baselines=["dense", "chance"],
         xlabel="ratio κ: layers keep 1/κ of their parameters",
         ylabel="loss, nats a token",

@@ -186,8 +186,8 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
         "embeddings, convolutions and norms stay, as do heads and what the released code skips. "
         "Multiply-adds are of one image, those of attention's matrix products included. Mask "
         "R-CNN's heads are counted on as many regions as they get at most: boxes on the 1,000 that "
-        "are proposed, masks on the 100 that are detected. ALBEF's multiply-adds are of one image with one text "
-        "of the greatest length, through image, text and fusion layers.",
+        "are proposed, masks on the 100 that are detected. ALBEF's multiply-adds are of one image "
+        "with one text of the greatest length, through image, text and fusion layers.",
         tabulate(table, TITLES, columns, index="set", heading="model").markdown(),
     ]
 

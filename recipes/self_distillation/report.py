@@ -36,6 +36,12 @@ TITLES = {
     "lambda_0.3": "λ = 0.3",
     "lambda_0.1": "λ = 0.1",
 }
+ADAPTATIONS = {  # titles of the stages between pre-training and fine-tuning
+    **TITLES,
+    "distil": TITLES["self_distillation"],
+    **{f"distil_{made}": TITLES[f"rounds_{made}"] for made in (2, 3, 4)},
+    "contrast": TITLES["supcon"],
+}
 PERCENT: dict[str, Any] = {"scale": 100}
 
 # A paper's table: caption → (columns, row → cells)
@@ -112,7 +118,12 @@ def by_steps(table: pd.DataFrame, run: Run, grid: Mapping[str, Any]) -> list[str
             if len(select(part, {"metric": metric, "row": row}).dropna(subset=["x"]))
         ]
         columns += [
-            Column(f"{row}: {part} L_MAE", f"{part}_mae", {"set": name, "row": row}, digits=3)
+            Column(
+                f"{ADAPTATIONS[row]}: {part} L_MAE",
+                f"{part}_mae",
+                {"set": name, "row": row},
+                digits=3,
+            )
             for row in ("further", "distil")
             for part in ("train", "val")
             if len(select(table, {"set": name, "metric": f"{part}_mae", "row": row}))
@@ -224,7 +235,7 @@ def analyses(table: pd.DataFrame, run: Run) -> list[str]:
 
 def adaptations(table: pd.DataFrame, run: Run) -> list[str]:
     """Each adaptation's distance from the original weights, and its training and held-out L_MAE."""
-    rows = list(unique(select(table, {"metric": "adaptation_distance", "x": None}), "row"))
+    rows = adapted(table, "adaptation_distance")
     if not rows:
         return []
     text = [
@@ -248,25 +259,32 @@ def adaptations(table: pd.DataFrame, run: Run) -> list[str]:
             run.out / "mae.png",
             "val_mae_by_steps",
             panel="set",
-            xlabel="steps",
+            titles=ADAPTATIONS,
+            xlabel="steps of the adaptation",
             ylabel="L_MAE on the validation part",
         )
         text.append("![held-out L_MAE while adapting](mae.png)")
     return text
 
 
+def adapted(table: pd.DataFrame, metric: str) -> dict[str, str]:
+    """The adaptations that have a metric, with their titles."""
+    rows = unique(select(table, {"metric": metric, "x": None}), "row")
+    return {row: ADAPTATIONS.get(row, row) for row in rows}
+
+
 def times(table: pd.DataFrame) -> list[str]:
     """Seconds of training (Appendix B); empty if every one was disturbed by other programs."""
     columns = [Column("fine-tuning", "seconds", mean_over="set", digits=1)]
-    adapted = [Column("adaptation", "adaptation_seconds", mean_over="set", digits=1)]
-    rows = list(unique(select(table, {"metric": "adaptation_seconds"}), "row"))
+    adapting = [Column("adaptation", "adaptation_seconds", mean_over="set", digits=1)]
+    rows = adapted(table, "adaptation_seconds")
     if not rows:
         return []
     return [
         "## Time",
         "Seconds of training (Appendix B). The paper, CUB on one RTX 3090: 32 min of fine-tuning, "
         "1 h 30 more with further pre-training, another 5 h 13 with distillation.",
-        tabulate(table, rows, adapted).markdown(),
+        tabulate(table, rows, adapting).markdown(),
         tabulate(table, TITLES, columns).markdown(),
     ]
 

@@ -37,6 +37,15 @@ CURVES = {
     "distance": "‖w_init − w_{t,T}‖",
 }
 BOUNDS = {"zeta_as_printed": "tuned_norm", "zeta": "tuned_norm", "psi": "distance"}
+NORM, DISTANCE = "Norm of the weights", "Distance from w_init"
+PLOTTED = {  # metric → panel and title in the plot
+    "norm": (NORM, "‖w_{t,0}‖, before fine-tuning"),
+    "tuned_norm": (NORM, "‖w_{t,T}‖, after fine-tuning"),
+    "zeta_as_printed": (NORM, "its bound ζ(t), as printed"),
+    "zeta": (NORM, "its bound ζ(t), corrected"),
+    "distance": (DISTANCE, "‖w_init − w_{t,T}‖, after fine-tuning"),
+    "psi": (DISTANCE, "its bound ψ(t)"),
+}
 ALL, FIRST = "all problems", "problem 0"
 SHOWN = 20  # problems whose curves are in the table
 
@@ -148,13 +157,16 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     columns = [Column(title, metric, digits=4) for metric, title in CURVES.items()]
     drop = by_seed(first, "extra_drop").iloc[0]
     rounds = list(unique(first.dropna(subset=["x"]), "x"))
-    plotted = select(first, {"metric": list(CURVES)}).assign(row=first["metric"].map(CURVES))
+    plotted = select(first, {"metric": list(PLOTTED)})
+    panels = plotted["metric"].map({metric: panel for metric, (panel, _) in PLOTTED.items()})
     curves(
-        plotted.assign(metric="size"),
+        plotted.assign(row=plotted["metric"], set=panels, metric="size"),
         run.out / "theory.png",
         "size",
+        panel="set",
+        titles={metric: title for metric, (_, title) in PLOTTED.items()},
         xlabel="rounds of self-distillation t",
-        ylabel="size",
+        ylabel="Euclidean norm",
     )
     grid = run.grid("theory_grid")
     return [

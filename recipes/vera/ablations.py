@@ -285,7 +285,7 @@ def sweep_report(
         ]
     curves(
         by_parameters(table, rows), run.out / "ranks.png", "score", panel="set", titles=TITLES,
-        scale=100, log=True, xlabel="tuned parameters", ylabel="score, %",
+        scale=100, log=True, xlabel="tuned parameters", ylabel="score, %", spread="range",
     )  # fmt: skip
     paper = "(Section 4.5, Fig. 2, which has no numbers; the paper's are RTE and RoBERTa-large)"
     return [

@@ -162,7 +162,10 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     titles = {row: TITLES[row] for row in METHODS}
     curves(table, run.out / "vectors.png", "d_moved", xlabel="layer", ylabel="‖d − d₀‖")
     curves(table, run.out / "cosine.png", "cosine", xlabel="layer", ylabel="cosine of ΔW")
-    curves(table, run.out / "fit.png", "error", titles=titles, xlabel="parameters")
+    curves(
+        table, run.out / "fit.png", "error", titles=titles, xlabel="parameters",
+        ylabel="mean squared error of the fit",
+    )  # fmt: skip
     cost = [
         Column("ms per update", "seconds per update", scale=1000),
         Column("− LoRA", "seconds per update", scale=1000, reference="lora"),

@@ -106,6 +106,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     scatter(
         table, run.out / "glue.png", "score", {"tuned": "tuned parameters"}, panel="set",
         titles=TITLES, baselines=["head", "majority"], scale=100, log=True, ylabel="score, %",
+        spread=spread,
     )  # fmt: skip
     metrics = ", ".join(f"{task} {grid['metrics'][task]}" for task in tasks)
     shut = [task for task in tasks if task not in averaged]
