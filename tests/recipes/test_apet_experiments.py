@@ -159,12 +159,10 @@ def test_a_collapsed_training_shuts_the_gate():
 
     assert verdict([1, 1, 1, 1])[0] == "supported"
     word, _, reason = verdict([1, 1, 0, 1])
-    assert word == "not judged" and "collapsed of MiniLM: +0.75 of the seeds" in reason
+    assert word == "not judged" and "collapsed of MiniLM): +0.75 of the seeds" in reason
     table = tidy([Row("MiniLM", "deviation", 1.0, "SST-2")], "apet.scales", "small", 0)
     reason = judge(claim, table)[2]
-    assert reason.startswith(
-        "compute: its gate (full fine-tuning of MiniLM is"
-    )
+    assert reason.startswith("compute: its gate (full fine-tuning of MiniLM is")
 
 
 def test_scores_of_texts():
@@ -430,7 +428,7 @@ def test_a_threshold_that_one_seed_misses_is_not_judged():
 
     assert verdict([True] * 4)[0] == "supported"
     word, _, reason = verdict([True, True, True, False])
-    assert word == "not judged" and "full fine-tuning of bge-small: +0.75 of the seeds" in reason
+    assert word == "not judged" and "full fine-tuning of bge-small): +0.75 of the seeds" in reason
 
 
 @pytest.mark.parametrize("name", ["positions", "counts"])

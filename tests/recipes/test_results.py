@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from recipes.plots import curves, groups, ranking, scatter
+from recipes.plots import COLORS, GRAYS, curves, groups, ranking, scatter
 from recipes.results import (
     COLUMNS,
     Row,
@@ -21,7 +21,7 @@ from recipes.results import (
     write,
     write_report,
 )
-from recipes.tables import Column, Table, summary, tabulate
+from recipes.tables import COLLAPSED, Column, Table, summary, tabulate
 
 SCORES = {  # row → set → by seed
     "lora": {"RTE": [0.5, 0.6, 0.7], "MRPC": [0.8, 0.8, 0.8]},
@@ -319,6 +319,71 @@ class TestPlots:
         assert one.get_xlim() == two.get_xlim() == (-0.5, 1.5)
         # the panel with the legend lacks b
         assert [text.get_text() for text in two.get_legend().get_texts()] == ["a", "b"]
+
+    def test_a_median_with_its_range(self, tmp_path, monkeypatch):
+        """One seed far off moves a mean, and a deviation reaches where no seed was."""
+        drawn, notes = [], []
+        monkeypatch.setattr(
+            "recipes.plots.save_plot",
+            lambda figure, path, note: (drawn.append(figure), notes.append(note)),
+        )
+        table = pd.concat(
+            tidy(
+                [
+                    Row("a", "score", y), Row("a", "tuned", 7.0), Row("a", "loss", y, x=1),
+                    Row("b", "score", y),
+                ],
+                "e", "p", seed,
+            )
+            for seed, y in enumerate((1.0, 4.0, 40.0))
+        )  # fmt: skip
+        path = tmp_path / "a.png"
+        scatter(table, path, "score", {"tuned": "tuned"}, baselines=["b"], spread="range")
+        curves(table, path, "loss", spread="range")
+        points, bands = (figure.axes[0] for figure in drawn)
+        (bar,) = points.collections[0].get_segments()
+        assert bar[:, 1].tolist() == [1, 40]
+        assert {tuple(line.get_ydata()) for line in points.lines} >= {(4,), (4, 4)}
+        assert bands.lines[0].get_ydata().tolist() == [4]
+        assert notes == [
+            "medians of 3 seeds; bars: from the lowest to the highest",
+            "medians of 3 seeds; bands: from the lowest to the highest",
+        ]
+
+    def test_collapsed_runs_and_shut_gates_are_shown_in_groups(self, tmp_path, monkeypatch):
+        drawn, notes = [], []
+        monkeypatch.setattr(
+            "recipes.plots.save_plot",
+            lambda figure, path, note: (drawn.append(figure), notes.append(note)),
+        )
+        rows = [
+            Row("a", "score", 1.0, "one", x=0), Row("a", COLLAPSED, 2, "one", x=0),
+            Row("a", "score", 5.0, "one", x=1), Row("a", COLLAPSED, 1, "one", x=1),
+            Row("a", "score", 2.0, "two", x=1),
+        ]  # fmt: skip
+        groups(
+            tidy(rows, "e", "p", 0), tmp_path / "a.png", "score", ["small", "large"], panel="set",
+            dot="one draw", remarks={"two": "gate shut"},
+        )  # fmt: skip
+        one, two = drawn[0].axes
+        crosses = [line for line in one.lines if line.get_marker() == "x"]
+        assert [line.get_ydata().tolist() for line in crosses] == [[5.0]]
+        assert not [line for line in two.lines if line.get_marker() == "x"]
+        assert (one.get_xlabel(), two.get_xlabel()) == ("", "gate shut")
+        assert notes == ["1 seed; a dot: one draw; bars: mean of the dots ± one standard deviation"]
+
+    def test_baselines_are_grey_and_the_rest_has_strong_colours(self, tmp_path, monkeypatch):
+        """Titles of rows that no run had used to take the strong colours."""
+        drawn = []
+        monkeypatch.setattr(
+            "recipes.plots.save_plot", lambda figure, path, note: drawn.append(figure)
+        )
+        titles = {**{f"absent {n}": "" for n in range(10)}, "chance": "chance", "a": "A"}
+        rows = [Row("chance", "loss", 1.0), *(Row("a", "loss", 2.0, x=x) for x in (1, 2))]
+        curves(tidy(rows, "e", "p", 0), tmp_path / "a.png", "loss",
+               titles=titles, baselines=["chance"])  # fmt: skip
+        colors = {line.get_label(): line.get_color() for line in drawn[0].axes[0].lines}
+        assert colors == {"chance": GRAYS[0], "A": COLORS[0]}
 
     def test_a_mark_is_a_vertical_line_in_the_colour_of_its_series(self, tmp_path, monkeypatch):
         drawn = []
