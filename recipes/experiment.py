@@ -253,8 +253,14 @@ class Run:
         """Parse every stage, so that a wrong flag is refused before anything trains.
 
         Raises:
-            ValueError: a flag is wrong; the message names it.
+            ValueError: a flag is wrong; the message names it; or nothing is left to run.
         """
+        if not self.nodes:
+            raise ValueError(
+                f"nothing is left to run by `{self.command}`: what its flags choose does not go "
+                "together, such as a task that is answered in words with models that only "
+                "classify; leave one of them out"
+            )
         if self.options.rows and not self.has_rows:
             raise ValueError(
                 "--rows: this experiment has no rows to choose; choose parts with --only"

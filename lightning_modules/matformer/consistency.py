@@ -82,7 +82,10 @@ def score_tokens(
     batch: Mapping[str, Tensor],
     vocabulary: int,
 ) -> None:
-    """Add one batch of tokens, a few rows at a time, so that a vocabulary of 256,000 fits memory.
+    """Add one batch of tokens in pieces, so that a vocabulary of 256,000 fits memory.
+
+    A model takes as many rows at a time as have SCORED logits, at least one; the scores, which need
+    several copies of the logits, take as many tokens.
 
     Args:
         metrics: updated in place; an example is a token.
@@ -91,7 +94,8 @@ def score_tokens(
         batch: `input_ids` and `labels` (B, L); labels[:, 1:] are predicted.
         vocabulary: V.
     """
-    rows = max(1, SCORED // (batch["input_ids"].shape[1] * vocabulary))
+    tokens = max(1, SCORED // vocabulary)
+    rows = max(1, tokens // batch["input_ids"].shape[1])
     for ids, labels in zip(
         batch["input_ids"].split(rows), batch["labels"].split(rows), strict=True
     ):
@@ -99,7 +103,9 @@ def score_tokens(
         for label, model in models.items():
             logits = model(ids)[:, :-1].flatten(0, 1)
             reference = logits if reference is None else reference
-            metrics.update(label, logits, labels[:, 1:].flatten(), reference)
+            parts = (logits, labels[:, 1:].flatten(), reference)
+            for piece in zip(*(one.split(tokens) for one in parts), strict=True):
+                metrics.update(label, *piece)
 
 
 def classification_loss(logits: Tensor, targets: Tensor, kind: str) -> Tensor:

@@ -368,6 +368,15 @@ def test_the_plots_have_tasks_as_panels():
     ]  # fmt: skip
 
 
+def test_a_task_that_none_of_the_models_fits_is_refused():
+    """It used to end with an empty report."""
+    flags = ["--tasks", "questions", "--models", "width-16"]
+    run = command_line(module_of("scales").EXPERIMENT, flags)
+    module_of("scales").EXPERIMENT.declare(run)
+    with pytest.raises(ValueError, match="nothing is left to run by .* --tasks questions"):
+        run.check()
+
+
 def test_a_prompt_starts_from_the_training_s_seed():
     flags = ["--models", "MiniLM", "--tasks", "SST-2", "--rows", "prompt", "--seeds", "3"]
     run = command_line(module_of("scales").EXPERIMENT, ["--preset", "small", *flags])

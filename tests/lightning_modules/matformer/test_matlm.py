@@ -153,6 +153,23 @@ def test_a_run_with_a_teacher_keeps_it_out_of_the_checkpoint(tmp_path, texts):
     assert torch.equal(again(ids), lm(ids)) and again.granularity == [0, 0]
 
 
+def test_scores_of_a_long_row_are_computed_in_pieces(monkeypatch):
+    """A row of 1,024 tokens over 256,000 words is a gigabyte, and scores need several copies."""
+    monkeypatch.setattr(consistency, "SCORED", 40)
+    metrics, sizes = consistency.SubmodelMetrics(["XL"]), []
+    update = metrics.update
+
+    def watched(label, logits, targets, reference):
+        sizes.append(logits.numel())
+        update(label, logits, targets, reference)
+
+    monkeypatch.setattr(metrics, "update", watched)
+    ids = torch.randint(10, (3, 9), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids}
+    consistency.score_tokens(metrics, {"XL": lambda ids: F.one_hot(ids, 10).float()}, batch, 10)
+    assert max(sizes) == 40 and sum(sizes) == 3 * 8 * 10
+
+
 @pytest.mark.parametrize("scored", [2**26, 1])
 def test_validation_is_token_by_token_over_the_whole_text(texts, tmp_path, scored, monkeypatch):
     monkeypatch.setattr(consistency, "SCORED", scored)
