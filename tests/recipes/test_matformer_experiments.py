@@ -321,6 +321,18 @@ def test_sorting_changes_the_order_and_not_the_function(out):
     assert [n.parsed().model.init_args.init_from for n in started] == [str(file)]
 
 
+def test_fine_tuning_has_big_vision_s_settings():
+    """papers/matformer.md, "Settings from the reference code" (L/16), of ViT -> ViT and MatViT."""
+    settings = stages(declared("finetune_grid", "--preset", "paper"))
+    for name, epochs in (("finetune_vit_vit_XL", 8), ("finetune_vit_matvit", 32)):
+        model, data, trainer = (settings[name][part] for part in ("model", "data", "trainer"))
+        model, data = model.init_args, data.init_args
+        assert (model.optimizer, model.momentum, model.lr) == ("sgd", 0.9, 0.01), name
+        assert (model.loss, model.weight_decay, model.schedule) == ("softmax", 0.0, "cosine"), name
+        assert (data.image_size, trainer.max_epochs) == (384, epochs), name
+        assert trainer.gradient_clip_val == 1.0, name
+
+
 def test_the_grid_says_whether_its_plain_trainings_have_learnt():
     nodes = {node.name: node for node in declared("finetune_grid").nodes.values()}
     assert {*nodes["training of pretrain"].nodes} == {"XL"}

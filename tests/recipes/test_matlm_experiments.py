@@ -151,6 +151,31 @@ def parsed(*flags):
     return {node.name: node.parsed() for node in declared.nodes.values() if hasattr(node, "config")}
 
 
+def test_the_optimiser_is_that_of_the_reference_code():
+    """papers/matformer.md, "Settings from the reference code" (MatLM, a fork of OLMo)."""
+    settings = parsed()["matlm"]
+    model = settings.model.init_args
+    assert (model.lr, tuple(model.betas), model.weight_decay) == (1e-3, (0.9, 0.95), 0.01)
+    assert model.schedule == "cosine_warmup_with_min_lr"
+    assert model.schedule_args == {"min_lr_rate": 0.1, "warmup_lr_rate": 0.1}
+    assert (settings.trainer.gradient_clip_val, settings.trainer.precision) == (1.0, "bf16-mixed")
+
+
+@pytest.mark.parametrize("drawn", [
+    [0.44, 0.31, 0.15, 0.10], [0.31, 0.27, 0.22, 0.20],
+    [0.20, 0.22, 0.24, 0.34], [0.17, 0.20, 0.22, 0.41],
+])  # fmt: skip
+def test_granularities_are_drawn_as_in_table_6(drawn):
+    row = "p " + "/".join(f"{p:.2f}"[1:] for p in drawn)
+    (settings,) = parsed("--rows", row).values()
+    (sampling,) = (
+        one.init_args
+        for one in settings.trainer.callbacks
+        if one.class_path.endswith("GranularitySampling")
+    )
+    assert sampling.probabilities == drawn
+
+
 @pytest.mark.parametrize(("flags", "full", "quarter"), [
     ([], 4000, 1000), (["--model.warmup_steps=0.1"], 0.1, 0.1),
 ])  # fmt: skip
