@@ -224,14 +224,17 @@ class CorpusData(PartsData):
             state = state_dict["description"]["tokenizer"]
             self._refuse("the checkpoint", state, "the one that it was trained with")
 
-    def refuse_another_tokenizer(self, folder: str) -> None:
-        """Refuse a model's folder with another tokenizer than the data's; it may have none.
+    def refuse_another_tokenizer(self, model: str) -> None:
+        """Refuse a model with another tokenizer than the data's; a folder may have none.
+
+        Args:
+            model: a folder, or a name on the hub.
 
         Raises:
             ValueError: naming both tokenizers.
         """
-        if (Path(folder) / "tokenizer_config.json").is_file():
-            self._refuse(f"the model {folder}", tokenizer_state(load_tokenizer(folder)), folder)
+        if not Path(model).is_dir() or (Path(model) / "tokenizer_config.json").is_file():
+            self._refuse(f"the model {model}", tokenizer_state(load_tokenizer(model)), model)
 
     def _refuse(self, owner: str, state: dict[str, Any], cure: str) -> None:
         theirs = tokenizer_from(state)

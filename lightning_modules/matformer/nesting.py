@@ -19,6 +19,11 @@ GRANULARITIES = ("S", "M", "L", "XL")
 Granularity = str | int | Sequence[int] | Mapping[str, "str | int | Sequence[int]"]
 
 
+def granularity_names(count: int) -> tuple[str, ...]:
+    """The names of so many granularities: S, M, L, XL if there are four, else "0", "1", …"""
+    return GRANULARITIES if count == 4 else tuple(str(place) for place in range(count))
+
+
 @dataclass
 class NestedLayer:
     """One feed-forward network, attention or stack of blocks whose size varies.
@@ -111,9 +116,8 @@ class Nesting:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The granularities' names: S, M, L, XL when there are four, else "0", "1", …"""
-        count = len(next(iter(self.axes.values())))
-        return GRANULARITIES if count == 4 else tuple(str(i) for i in range(count))
+        """The granularities' names, see `granularity_names`."""
+        return granularity_names(len(next(iter(self.axes.values()))))
 
     def resolve(self, granularity: Granularity) -> list[int]:
         """The index of the granularity for each layer.

@@ -14,7 +14,7 @@ and the submodels as plain transformers folders.
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from lightning_modules.counting import count_parameters
 from lightning_modules.matformer import extract, importance, nest, reorder
 from lightning_modules.matformer.export import save
 from lightning_modules.matformer.nest import Nesting, nesting_of
+from lightning_modules.matformer.nesting import granularity_names
 from lightning_modules.matformer.speculative import speculative_generate
 from recipes import plots
 from recipes.claims import Claim, Comparison
@@ -198,8 +199,9 @@ def measure_untrained(m: Measuring) -> Iterator[Row]:
         path = str(m.stages["prepared"].folder / folder)
         model: Any = build_text(path, "causal", {}, pretrained=True).to(device()).eval()
         if folder == "original":
-            scores = score({"XL": plain(model)}, data.val_dataloader(), model.config.vocab_size)
-            yield from rows_of("untouched", scores, {"XL": sizes(model, None)})
+            full = largest(m.settings["fractions"])
+            scores = score({full: plain(model)}, data.val_dataloader(), model.config.vocab_size)
+            yield from rows_of("untouched", scores, {full: sizes(model, None)})
         nesting = nesting_of(nest(model, m.settings["fractions"]))
         chosen = [nesting.resolve(name) for name in reversed(nesting.names)]
         scores = score(submodels(model, chosen), data.val_dataloader(), model.config.vocab_size)
@@ -212,9 +214,10 @@ def measure_sizes(m: Measuring) -> Iterator[Row]:
     model, data = m.model(row), m.datamodule(row)
     vocabulary = model.config.vocab_size
     if stage.settings.model.init_args.fractions is None:
-        scores = score({"XL": plain(model)}, data.val_dataloader(), vocabulary)
+        full = largest(m.settings["fractions"])
+        scores = score({full: plain(model)}, data.val_dataloader(), vocabulary)
         cost = {"tokens a second": tokens_a_second(model, data, m.settings["timed"])}
-        yield from rows_of(row, scores, {"XL": {**sizes(model, None), **cost}})
+        yield from rows_of(row, scores, {full: {**sizes(model, None), **cost}})
         return
     nesting = nesting_of(model)
     chosen = {nesting.label(mix): mix for mix in ladder(model, BETWEEN)[::-1]}
@@ -237,6 +240,11 @@ def measure_sizes(m: Measuring) -> Iterator[Row]:
     yield from rows_of(row, scores, costs)
     if (name := half_of(nesting)) is not None:
         yield Row(row, "loss", scores[name]["loss"], HALF["set"])
+
+
+def largest(fractions: Mapping[str, Sequence[float]]) -> str:
+    """The name of the largest granularity, whose size the decoder itself has."""
+    return granularity_names(len(next(iter(fractions.values()))))[-1]
 
 
 def half_of(nesting: Nesting) -> str | None:

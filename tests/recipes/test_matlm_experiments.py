@@ -17,11 +17,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
+from datamodules import corpus
 from datamodules.tokens import train_tokenizer
 from lightning_modules.backbones import build_text
 from lightning_modules.matformer import MatLM, nest, set_granularity
 from lightning_modules.matformer.mix_and_match import ORDERS
-from lightning_modules.matformer.nest import Nesting
+from lightning_modules.matformer.nest import Nesting, nesting_of
 from lightning_modules.matformer.speculative import speculative_generate
 from recipes import generate
 from recipes.claims import NOT_JUDGED, REFUTED, SUPPORTED, judge
@@ -608,7 +609,8 @@ def test_a_decoder_of_the_user_s_is_made_elastic_and_planned(tmp_path):
         started.check()
 
 
-def test_a_decoder_with_another_tokenizer_is_not_prepared(tmp_path):
+@pytest.mark.parametrize("where", ["in a folder", "on the hub"])
+def test_a_decoder_with_another_tokenizer_is_not_prepared(tmp_path, where, monkeypatch):
     """Its exports would carry the data's tokenizer, which their embedding was not made for."""
     build_text("starcoder2", "causal", DECODER).save_pretrained(tmp_path / "mine")
     train_tokenizer(["some words of another text"] * 9, 280).save_pretrained(tmp_path / "mine")
@@ -618,7 +620,12 @@ def test_a_decoder_with_another_tokenizer_is_not_prepared(tmp_path):
         "source": "files", "train": str(tmp_path / "text.txt"), "length": 16,
         "tokenizer": str(tmp_path / "other"), "cache": str(tmp_path / "corpora"),
     }  # fmt: skip
-    settings = {"data": data, "architecture": str(tmp_path / "mine"), "model_args": {}}
+    name = str(tmp_path / "mine")
+    if where == "on the hub":
+        name, load = "someone/mine", corpus.load_tokenizer
+        known = {name: str(tmp_path / "mine")}
+        monkeypatch.setattr(corpus, "load_tokenizer", lambda one: load(known.get(one, one)))
+    settings = {"data": data, "architecture": name, "model_args": {}}
     measuring: Any = SimpleNamespace(settings=settings, stages={}, seed=0, folder=tmp_path / "out")
     with pytest.raises(ValueError, match="mine has another tokenizer, of 2.. tokens, than the dat"):
         list(elastic.prepare(measuring))
@@ -685,6 +692,14 @@ def test_sorting_changes_the_order_and_not_the_function(made_elastic):
 def test_claims_on_half_read_the_size_that_has_half(axes, name):
     """Before, they read L, whatever its width."""
     assert elastic.half_of(Nesting(axes, [])) == name
+
+
+def test_the_decoder_itself_stands_beside_the_largest_size():
+    """Beside three or five sizes, which are numbered, the dense rows stood alone as XL."""
+    for count, name in ((3, "2"), (4, "XL"), (5, "4")):
+        fractions = {"ffn": [2.0**-place for place in reversed(range(count))]}
+        nested = nest(build_text("starcoder2", "causal", DECODER), fractions)
+        assert elastic.largest(fractions) == nesting_of(nested).names[-1] == name
 
 
 def test_slices_name_the_widths_of_every_size(made_elastic):
