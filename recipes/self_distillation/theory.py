@@ -41,10 +41,10 @@ NORM, DISTANCE = "Norm of the weights", "Distance from w_init"
 PLOTTED = {  # metric → panel and title in the plot
     "norm": (NORM, "‖w_{t,0}‖, before fine-tuning"),
     "tuned_norm": (NORM, "‖w_{t,T}‖, after fine-tuning"),
-    "zeta_as_printed": (NORM, "its bound ζ(t), as printed"),
-    "zeta": (NORM, "its bound ζ(t), corrected"),
+    "zeta_as_printed": (NORM, "ζ(t), as printed: bound of ‖w_{t,T}‖"),
+    "zeta": (NORM, "ζ(t), corrected: bound of ‖w_{t,T}‖"),
     "distance": (DISTANCE, "‖w_init − w_{t,T}‖, after fine-tuning"),
-    "psi": (DISTANCE, "its bound ψ(t)"),
+    "psi": (DISTANCE, "ψ(t): bound of ‖w_init − w_{t,T}‖"),
 }
 ALL, FIRST = "all problems", "problem 0"
 SHOWN = 20  # problems whose curves are in the table

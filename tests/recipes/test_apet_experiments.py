@@ -377,6 +377,28 @@ def test_a_task_that_none_of_the_models_fits_is_refused():
         run.check()
 
 
+def test_a_panel_names_the_models_that_have_not_learnt_its_task():
+    scales = module_of("scales")
+    gains = {"A": (9.0, 9.1, 9.2), "B": (5.0, 6.0, 9.0)}  # B's interval contains five points
+    table = pd.concat(
+        tidy([Row(model, "gain", values[seed], "RTE") for model, values in gains.items()]
+             + [Row("A", "gain", 9.0 + seed / 10, "SST-2")], "apet.scales", "small", seed)
+        for seed in range(3)
+    )  # fmt: skip
+    remarks = scales.shut_gates(table, ["RTE", "SST-2", "MRPC"], ["A", "B", "C"])
+    assert list(remarks) == ["RTE"]
+    assert remarks["RTE"].startswith("gate shut: full fine-tuning of B\n")
+
+
+def test_plots_know_which_trainings_collapsed():
+    rows = [Row("APET lora 0", "score", 0.5, "RTE, A"), Row("full", "score", 0.5, "RTE, A")]
+    rows += [replace(row, metric="classes_predicted", value=1) for row in rows]
+    table = tidy(rows, "apet.positions", "small", 0)
+    drawn = module_of("positions").by_budget(table, ["RTE"], ["A"])
+    assert set(drawn["metric"]) == {"score", "classes_predicted"} and len(drawn) == 2
+    assert len(module_of("scales").by_model(table, ["RTE"], ["A"])) == 4
+
+
 def test_a_prompt_starts_from_the_training_s_seed():
     flags = ["--models", "MiniLM", "--tasks", "SST-2", "--rows", "prompt", "--seeds", "3"]
     run = command_line(module_of("scales").EXPERIMENT, ["--preset", "small", *flags])

@@ -168,6 +168,16 @@ def test_the_report_says_what_was_compressed(run):
     assert small.grid("language_grid")["note"] == "4-bit weights, dequantised"
 
 
+def test_the_plot_s_legend_is_in_the_order_in_which_its_curves_end(run, table, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("recipes.plots.save_plot", lambda figure, *_: drawn.append(figure))
+    language.report(table, run)
+    axis = drawn[0].axes[0]
+    ends = {line.get_label(): line.get_ydata()[-1] for line in axis.lines}
+    shown = [text.get_text() for text in axis.get_legend().get_texts()]
+    assert shown == sorted(ends, key=lambda title: -ends[title]) and len(shown) == 7
+
+
 def test_another_decoder_brings_its_tokenizer():
     run = command_line(language.EXPERIMENT, ["--preset", "small", "--decoder", "some/where"])
     language.declare(run)

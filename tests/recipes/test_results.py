@@ -385,6 +385,24 @@ class TestPlots:
         colors = {line.get_label(): line.get_color() for line in drawn[0].axes[0].lines}
         assert colors == {"chance": GRAYS[0], "A": COLORS[0]}
 
+    def test_a_series_has_one_colour_in_all_panels(self, tmp_path, monkeypatch):
+        drawn = []
+        monkeypatch.setattr("recipes.plots.save_plot", lambda figure, *_: drawn.append(figure))
+        rows = [
+            *(Row(row, "loss", 1.0, panel, x=1) for row, panel in
+              (("lora", "one"), ("vera", "one"), ("vera", "two"))),
+            Row("lora, full", "loss", 4.0, "one"),
+        ]  # fmt: skip
+        curves(
+            tidy(rows, "e", "p", 0), tmp_path / "a.png", "loss", panel="set",
+            baselines=["lora, full"],
+        )  # fmt: skip
+        one, two = (
+            {line.get_label(): line.get_color() for line in axis.lines} for axis in drawn[0].axes
+        )
+        assert one == {"lora": COLORS[0], "vera": COLORS[1], "lora, full": COLORS[0]}
+        assert two == {"vera": COLORS[1]}
+
     def test_a_mark_is_a_vertical_line_in_the_colour_of_its_series(self, tmp_path, monkeypatch):
         drawn = []
         monkeypatch.setattr(

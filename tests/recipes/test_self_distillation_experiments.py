@@ -18,9 +18,9 @@ from recipes import cli
 from recipes.claims import judge
 from recipes.experiment import Stage
 from recipes.records import Finished, flattened
-from recipes.results import by_seed, read, select
+from recipes.results import Row, by_seed, read, select, tidy
 from recipes.runner import command_line
-from recipes.self_distillation import measures, theory
+from recipes.self_distillation import measures, report, theory
 from tests.recipes.report_checks import check_reports_of_parts
 
 
@@ -475,8 +475,34 @@ def test_theory(tmp_path):
     report = (run.out / "report.md").read_text()
     assert f"| {1 - exceeding.sum() / 20:.1%} |" in report and "cross term" in report
     assert (run.out / "theory.png").is_file()
+    assert set(theory.PLOTTED) == set(theory.CURVES)
+    for bound, bounded in theory.BOUNDS.items():  # stand in the same panel
+        assert theory.PLOTTED[bound][0] == theory.PLOTTED[bounded][0]
     drop = select(table, {"metric": "extra_drop"}).set_index("row")["value"]
     squares = values["zeta"] ** 2
     drop = drop.reindex(squares.index)
     assert (squares[0.0] - squares[1.0] > drop).all() and (drop > 0).all()
     assert by_seed(every, "extra_drop_in_round_1")[0] == 1
+
+
+def test_adaptations_have_titles(tmp_path, monkeypatch):
+    """The code's names of adaptations are not those that a reader knows."""
+    adaptations = cli.grid(Path("recipes/self_distillation/shared_grid.yaml"))["adaptations"]
+    assert adaptations.keys() <= report.ADAPTATIONS.keys()
+    drawn = []
+    monkeypatch.setattr("recipes.plots.save_plot", lambda figure, *_: drawn.append(figure))
+    table = tidy(
+        [Row(row, metric, 1.0, "CUB", x) for row in ("further", "distil", "distil_2", "contrast")
+         for metric, x in (("adaptation_distance", None), ("val_mae_by_steps", 10.0))],
+        "self_distillation.images", "small", 0,
+    )  # fmt: skip
+    text = "\n".join(report.adaptations(table, SimpleNamespace(out=tmp_path)))
+    titles = [
+        "further pre-training", "self-distillation", "self-distillation, 2 rounds",
+        "supervised contrastive pre-training",
+    ]  # fmt: skip
+    assert [line.split(" | ")[0] for line in text.splitlines() if "1.000" in line] == [
+        f"| {title}" for title in titles
+    ]
+    shown = [one.get_text() for one in drawn[0].axes[0].get_legend().get_texts()]
+    assert sorted(shown) == sorted(titles)

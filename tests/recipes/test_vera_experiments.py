@@ -18,7 +18,7 @@ from recipes.cli import grid, presets
 from recipes.experiment import Stage
 from recipes.machine import OthersAtWork
 from recipes.records import at, instance_of
-from recipes.results import by_seed
+from recipes.results import Row, by_seed, tidy
 from recipes.runner import command_line
 from recipes.vera import ablations, methods
 from tests.recipes.report_checks import check_reports_of_parts
@@ -165,6 +165,26 @@ def test_rows_are_timed_from_records_alone(tmp_path, monkeypatch):
     records = ("--records", str(first.out / "records.zip"))
     _, table, _ = run("ablations", tmp_path / "second", *FEW, *records)
     assert set(values_of(table, "seconds per update", "SST-2")) == {"vera_r4", "lora_r1"}
+
+
+@pytest.mark.parametrize(("name", "preset"), [("ablations", "small"), ("glue", "paper")])
+def test_a_plot_has_the_medians_that_the_report_s_table_has(name, preset, tmp_path, monkeypatch):
+    notes = []
+    monkeypatch.setattr("recipes.plots.save_plot", lambda figure, path, note: notes.append(note))
+    experiment = module_of(name).EXPERIMENT
+    given = command_line(experiment, ["--preset", preset, "--seeds", "3", "--out", str(tmp_path)])
+    rows = ("lora_r8", "vera_r384", "majority", "lora", "vera", "full")
+    table = pd.concat(
+        tidy(
+            [Row(row, metric, value + seed, task) for row in rows for task in ("STS-B", "RTE")
+             for metric, value in (("score", 0.5), ("tuned", 100))],
+            experiment.name, preset, seed,
+        )
+        for seed in range(3)
+    )  # fmt: skip
+    text = "\n".join(experiment.report(table, given))
+    assert "median over seeds and, in brackets, lowest and highest" in text
+    assert [note.partition(" seeds")[0] for note in notes] == ["medians of 3"]
 
 
 def test_ablations(tmp_path, monkeypatch):
