@@ -293,6 +293,20 @@ def test_paper_presets_are_albefs_and_pelas():
     assert parse(compression.EXPERIMENT.folder / "grounding.yaml").model.init_args.block == 8
 
 
+def test_lora_has_a_learning_rate_of_its_own():
+    """papers/pela.md: LoRA at the rate of full fine-tuning is no baseline. It gives no number."""
+    run = command_line(compression.EXPERIMENT, ["--preset", "paper", "--rows", "dense,lora"])
+    compression.EXPERIMENT.declare(run)
+    rates = {
+        node.name: node.parsed().model.init_args.lr
+        for node in run.nodes.values()
+        if isinstance(node, Stage)
+    }
+    full = {"retrieval": 1e-5, "entailment": 2e-5, "vqa": 2e-5, "grounding": 1e-5}
+    for task, rate in full.items():
+        assert rates[f"{task}_dense"] == rate < rates[f"{task}_lora"]
+
+
 def test_tiny_and_small_change_values_only():
     for file in compression.EXPERIMENT.folder.glob("*.yaml"):
         if file.name != "compression_grid.yaml":

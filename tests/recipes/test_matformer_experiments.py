@@ -115,6 +115,25 @@ def test_the_paper_preset_is_the_reference_codes():
     assert data.batch_size * 8 == 2048
 
 
+def test_probabilities_are_table_6_s():
+    """papers/matformer.md, of S / M / L / XL; equal ones are those of `matvit` itself."""
+    assert set(probabilities.TABLE_6) == {
+        (0.44, 0.31, 0.15, 0.10), (0.31, 0.27, 0.22, 0.20), (0.25, 0.25, 0.25, 0.25),
+        (0.20, 0.22, 0.24, 0.34), (0.17, 0.20, 0.22, 0.41),
+    }  # fmt: skip
+    found = stages(declared("probabilities", "--preset", "paper"))
+    drawn = {
+        name: one.trainer.callbacks[0].init_args.probabilities
+        for name, one in found.items()
+        if name != "matvit"
+    }
+    assert drawn == {
+        "p44_31_15_10": [0.44, 0.31, 0.15, 0.10], "p31_27_22_20": [0.31, 0.27, 0.22, 0.20],
+        "p20_22_24_34": [0.20, 0.22, 0.24, 0.34], "p17_20_22_41": [0.17, 0.20, 0.22, 0.41],
+    }  # fmt: skip
+    assert not found["matvit"].trainer.callbacks
+
+
 def test_the_pretraining_is_big_vision_s():
     """configs/vit_i21k.py for L/16 ("medium2"); decay by default on kernels, in optax.py."""
     settings = parse(matvit.EXPERIMENT.folder / "pretrain.yaml")

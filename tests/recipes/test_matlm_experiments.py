@@ -26,6 +26,7 @@ from lightning_modules.matformer.nest import Nesting, nesting_of
 from lightning_modules.matformer.speculative import speculative_generate
 from recipes import generate
 from recipes.claims import NOT_JUDGED, REFUTED, SUPPORTED, judge
+from recipes.cli import parse
 from recipes.experiment import Measuring
 from recipes.experiment_plan import fill, grouped
 from recipes.export import export
@@ -175,6 +176,30 @@ def test_granularities_are_drawn_as_in_table_6(drawn):
         if one.class_path.endswith("GranularitySampling")
     )
     assert sampling.probabilities == drawn
+
+
+# Table 4: d_model and tokens.
+TABLE_4 = {
+    "78M": (256, 10e9), "180M": (512, 20e9), "310M": (768, 30e9), "463M": (1024, 40e9),
+    "paper": (1536, 80e9),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", TABLE_4)
+def test_sizes_are_table_4_s(preset):
+    settings = parse(matlm.EXPERIMENT.folder / "matlm.yaml", preset)
+    model, data, trainer = settings.model.init_args, settings.data.init_args, settings.trainer
+    width, tokens = TABLE_4[preset]
+    sizes = model.model_args
+    assert sizes["hidden_size"] == width and sizes["intermediate_size"] == 4 * width
+    assert [sizes[f"num_{name}"] for name in (
+        "hidden_layers", "attention_heads", "key_value_heads"
+    )] == [16, 16, 16]  # fmt: skip
+    assert sizes["vocab_size"] == data.vocab_size == 256_000
+    assert sizes["max_position_embeddings"] == data.length == 1024
+    assert model.fractions == {"ffn": [0.125, 0.25, 0.5, 1.0]}  # 0.5, 1, 2, 4 times d_model
+    batch = data.batch_size * 8 * trainer.accumulate_grad_batches * data.length
+    assert batch == 2**20 and abs(trainer.max_steps * batch - tokens) < batch  # "1M tokens"
 
 
 @pytest.mark.parametrize(("flags", "full", "quarter"), [

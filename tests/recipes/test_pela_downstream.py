@@ -7,6 +7,7 @@ import torch
 
 from lightning_modules import standalone
 from lightning_modules.pela.downstream import build_backbone
+from recipes.cli import parse
 from recipes.nodes import LAST, Stage
 from recipes.records import at, instance_of
 from recipes.results import read
@@ -80,6 +81,18 @@ def test_a_flag_reaches_every_stage_or_is_refused(name, repaired):
     module.EXPERIMENT.declare(refused)
     with pytest.raises(ValueError, match=r"varies model\.ratio"):
         refused.check()
+
+
+def test_backbones_are_compressed_as_the_released_code_does():
+    """papers/pela.md: DeiT-B at κ 2, Swin-B at κ 1.5 with attn.proj kept; nothing more is given."""
+    for name, preset, architecture, ratio, skip in (
+        ("segmentation", "paper", "deit_base_patch16_224", 2.0, []),
+        ("detection", "paper", "swin_base_patch4_window7_224", 1.5, ["attn.proj"]),
+        ("detection", "detr", "deit_base_patch16_224", 2.0, []),
+    ):
+        model = parse(module_of(name).EXPERIMENT.folder / f"{name}.yaml", preset).model.init_args
+        assert (model.architecture, model.ratio, model.skip or []) == (architecture, ratio, skip)
+        assert model.pretrained
 
 
 def test_without_a_repaired_backbone_the_report_says_so(tmp_path):

@@ -360,6 +360,26 @@ def test_paper_presets_are_the_released_code():
         assert data.auto_augment == "rand-m9-mstd0.5-inc1"
 
 
+def test_lora_has_a_learning_rate_of_its_own_and_the_sweep_reaches_a_tenth(tmp_path, monkeypatch):
+    """papers/pela.md gives neither the rate nor the sweep's epochs: a higher one, and fewer."""
+    monkeypatch.setattr(Study, "dense_weights", lambda self, label: "dense.safetensors")
+    flags = ["--preset", "paper", "--rows", "both,lora", "--out", str(tmp_path)]
+    run = command_line(vision.EXPERIMENT, flags)
+    vision.declare(run)
+    stages = {node.name: node for node in run.nodes.values() if isinstance(node, Stage)}
+    released = {"deit_b": (6.25e-5, 50), "deit3_l": (3.125e-5, 20), "swin_b": (1.25e-5, 50)}
+    for name, (lr, epochs) in released.items():
+        label = f"{name}-k{1.5 if name == 'swin_b' else 2:g}"
+        both, lora = (stages[f"{label}-{row}"].parsed() for row in ("both", "lora"))
+        assert both.model.init_args.lr == lr < lora.model.init_args.lr
+        assert both.trainer.max_epochs == lora.trainer.max_epochs == epochs
+    sweep = {name: one for name, one in stages.items() if "-sweep-" in name}
+    assert "deit_b-sweep-k10" in sweep and "deit_b-sweep-k2" in sweep
+    for stage in sweep.values():
+        settings = stage.parsed()
+        assert settings.trainer.max_epochs < 50 and settings.model.init_args.lr == 6.25e-5
+
+
 @pytest.mark.parametrize("preset", presets(FILE))
 def test_the_sweep_trains_for_fewer_epochs(preset):
     share = grid(Path(FILE).with_name("vision_grid.yaml"), preset)["sweep_share"]
