@@ -33,7 +33,7 @@ from datamodules.tokens import load_tokenizer, tokenizer_from, tokenizer_state, 
 
 Source = Literal["python", "files", "datasets"]
 BYTES = 259  # entries of `train_tokenizer`'s tokenizer when it has no merges: one for each byte
-PIECE = 2**20  # characters; a longer text file is split at line ends into several documents
+PIECE = 2**20  # characters; a longer text file is split into several documents
 TRAINING_BYTES = 50_000_000  # most bytes of text that a tokenizer is trained on
 SPLITS = {"train": "train", "val": "validation", "test": "test"}
 
@@ -369,7 +369,8 @@ def read_file(path: Path, column: str) -> Iterator[str]:
     """Yield the documents of a file.
 
     In csv, tsv and jsonl files each row's `column` is a document. Any other file is one document,
-    or, if it is long, several of about a million characters, split at line ends.
+    or, if it is long, several of about a million characters, split at line ends, and within lines
+    that are longer.
 
     Raises:
         ValueError: the file is not UTF-8, or a row has no such column or no text in it.
@@ -398,7 +399,8 @@ def read_file(path: Path, column: str) -> Iterator[str]:
                         raise column_error(path, reader.line_num, cells, len(names))
                     yield row[column]
             else:
-                yield from ("".join(piece) for piece in gathered(lines, PIECE))
+                parts = iter(functools.partial(lines.readline, PIECE), "")
+                yield from ("".join(piece) for piece in gathered(parts, PIECE))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8.") from error
     except UnicodeEncodeError as error:

@@ -155,6 +155,15 @@ def test_a_large_text_file_is_cut_at_line_ends(tmp_path):
     assert [len(piece) for piece in pieces] == [PIECE, PIECE]
 
 
+def test_a_long_line_is_cut_too(tmp_path):
+    """A text of one line was one document of any length, held in memory as a whole."""
+    path = tmp_path / "line.txt"
+    path.write_text("a short line\n" + "no line ends here " * (PIECE // 6))
+    pieces = list(read_file(path, "text"))
+    assert "".join(pieces) == path.read_text()
+    assert len(pieces) > 2 and max(map(len, pieces)) < 2 * PIECE
+
+
 def test_long_documents_are_tokenised_a_few_at_a_time(tmp_path, monkeypatch):
     """A tokenizer holds about a hundred bytes for each character that it is given at once."""
     monkeypatch.setattr(token_files, "CHARACTERS", 50)
