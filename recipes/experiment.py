@@ -255,15 +255,15 @@ class Run:
         Raises:
             ValueError: a flag is wrong; the message names it; or nothing is left to run.
         """
+        if self.options.rows and not self.has_rows:
+            raise ValueError(
+                "--rows: this experiment has no rows to choose; choose parts with --only"
+            )
         if not self.nodes:
             raise ValueError(
                 f"nothing is left to run by `{self.command}`: what its flags choose does not go "
                 "together, such as a task that is answered in words with models that only "
                 "classify; leave one of them out"
-            )
-        if self.options.rows and not self.has_rows:
-            raise ValueError(
-                "--rows: this experiment has no rows to choose; choose parts with --only"
             )
         self.flags.refuse_unknown({n.config for n in self.nodes.values() if isinstance(n, Stage)})
         for node in self.nodes.values():
