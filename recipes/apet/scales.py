@@ -36,7 +36,7 @@ from recipes.apet.cells import (
     tasks_for,
     uncollapsed,
 )
-from recipes.claims import SUPPORTED, Claim, Comparison
+from recipes.claims import NOT_JUDGED, SUPPORTED, Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.messages import console
 from recipes.plots import groups
@@ -165,11 +165,11 @@ def shut_gates(table: pd.DataFrame, tasks: Sequence[str], models: Sequence[str])
     remarks = {}
     for task in tasks:
         scored = select(table, {"set": task})
-        gains = {model: learnt(model).difference(scored) for model in models}
+        asked = {model: learnt(model) for model in models}
         shut = [
             model
-            for model, gain in gains.items()
-            if gain.n and learnt(model).verdict(gain) != SUPPORTED
+            for model, gate in asked.items()
+            if gate.verdict(gate.difference(scored)) not in (SUPPORTED, NOT_JUDGED)
         ]
         if shut:
             remarks[task] = (

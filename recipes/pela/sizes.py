@@ -138,18 +138,16 @@ class Detector(nn.Module):
     def forward(self, image: Tensor) -> Tensor:
         """Masks of the regions of one image (1, 3, S, S)."""
         rpn, heads = self.rcnn.rpn, self.rcnn.roi_heads
-        maps = self.rcnn.backbone(image)
-        rpn.head(list(maps.values()))
         channels = self.rcnn.backbone.out_channels
-        crops = [
-            image.new_empty(count, channels, *pool.output_size)
-            for count, pool in (
-                (rpn.post_nms_top_n(), heads.box_roi_pool),
-                (heads.detections_per_img, heads.mask_roi_pool),
-            )
-        ]
-        heads.box_predictor(heads.box_head(crops[0]))
-        return heads.mask_predictor(heads.mask_head(crops[1]))
+        rpn.head(list(self.rcnn.backbone(image).values()))
+
+        def crops(count: int, pool: Any) -> Tensor:
+            return image.new_empty(count, channels, *pool.output_size)
+
+        boxes = crops(rpn.post_nms_top_n(), heads.box_roi_pool)
+        masks = crops(heads.detections_per_img, heads.mask_roi_pool)
+        heads.box_predictor(heads.box_head(boxes))
+        return heads.mask_predictor(heads.mask_head(masks))
 
 
 def built(settings: dict[str, Any], ratio: float | None) -> nn.Module:
