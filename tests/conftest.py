@@ -3,6 +3,7 @@
 import cpu_torchvision  # noqa: F401  (first: see its docstring)
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,28 @@ ROOT = Path(__file__).resolve().parents[1]
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that stands for one on another device: until moved it refuses to be computed with.
+
+    So a batch that nobody moves to the model's device fails without a GPU, too.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.Tensor.to:
+                return args[0].as_subclass(torch.Tensor).to(*args[1:], **(kwargs or {}))
+            if func.__name__ == "__get__":  # an attribute, such as the shape
+                return func(*args, **(kwargs or {}))
+        raise RuntimeError(f"{func.__name__} got a tensor that was not moved to the device")
+
+
+@pytest.fixture
+def elsewhere() -> Callable[[torch.Tensor], Elsewhere]:
+    """Makes a tensor stand for one on another device."""
+    return lambda tensor: tensor.as_subclass(Elsewhere)
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from lightning_modules.backbones import call
+from lightning_modules.backbones import call, to_device
 from lightning_modules.layouts import Cut, Layer, attentions, feed_forwards
 from lightning_modules.matformer.nest import NestedLayer, granularity
 from lightning_modules.matformer.nested_layers import Nested, refuse_unknown
@@ -41,8 +41,9 @@ def importance(
 
     Args:
         model: nested or not; it is measured at its largest granularity.
-        batches: inputs of the model: tensors, tuples, or dicts of keyword arguments. Tokens whose
-            `attention_mask` in such a dict is 0 do not count.
+        batches: inputs of the model: tensors, tuples, or dicts of keyword arguments; they are moved
+            to the device of its first parameter. Tokens whose `attention_mask` in such a dict is 0
+            do not count.
         part: "ffn", "heads", "depth" or several; None for the axes in which the model is nested,
             or "ffn" if it is not nested.
 
@@ -61,6 +62,7 @@ def importance(
     sums |= {("depth", stack.name): torch.zeros(len(stack.module)) for stack in stacks}  # type: ignore[arg-type]
     tokens = dict.fromkeys(sums, 0.0)
     weight: Tensor | None = None
+    device = next(model.parameters()).device
     hooks = []
 
     def add_squares(key: tuple[str, str]) -> Any:
@@ -94,7 +96,7 @@ def importance(
         with evaluating(model), _at_largest(model):
             for batch in batches:
                 weight = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-                call(model, batch)
+                call(model, to_device(batch, device))
     finally:
         for handle in hooks:
             handle.remove()

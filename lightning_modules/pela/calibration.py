@@ -8,12 +8,13 @@ decomposes W · L, C = L · Lᵀ (see there):
                search for ranks)
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from lightning_modules.backbones import call, to_device
 from lightning_modules.modes import evaluating
 from lightning_modules.pela.layers import find_layers
 
@@ -100,9 +101,4 @@ def run(model: nn.Module, batches: Iterable[Any]) -> None:
     device = next(model.parameters()).device
     with evaluating(model):
         for batch in batches:
-            kwargs = batch if isinstance(batch, Mapping) else {}
-            args = () if kwargs else batch if isinstance(batch, tuple | list) else (batch,)
-            moved = [part.to(device) if torch.is_tensor(part) else part for part in args]
-            model(
-                *moved, **{n: v.to(device) if torch.is_tensor(v) else v for n, v in kwargs.items()}
-            )
+            call(model, to_device(batch, device))

@@ -180,7 +180,7 @@ def prepare(m: Measuring) -> Iterator[Row]:
     _save(model, data.tokenizer, m.folder / "original")
     samples: Any = data.samples("train")
     ids = (samples[index]["input_ids"] for index in range(min(m.settings["batches"], len(samples))))
-    batches = ({"input_ids": row[None].to(device())} for row in ids)
+    batches = ({"input_ids": row[None]} for row in ids)
     reorder(model, importance(model, batches, m.settings["parts"]))
     _save(model, data.tokenizer, m.folder / "sorted")
     yield Row("prepared", "parameters", count_parameters(model))

@@ -76,5 +76,5 @@ def write_slices(m: Measuring) -> list[Row]:
 
 def sort(model: nn.Module, loader: Iterable[Any], part: str = "ffn") -> None:
     """Sort a plain model's neurons or heads, in place, by importance on a loader's first images."""
-    images = (images.to(device()) for images, _ in islice(loader, BATCHES))
+    images = (images for images, _ in islice(loader, BATCHES))
     reorder(model, importance(model, images, part))

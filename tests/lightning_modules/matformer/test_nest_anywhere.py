@@ -207,6 +207,14 @@ def test_importance_is_the_root_mean_square_times_the_columns_norm():
 
 
 @torch.no_grad()
+def test_importance_moves_batches_to_the_models_device(elsewhere):
+    inputs = batch("llama")
+    model = text("llama")
+    moved = importance(model, [{key: elsewhere(value) for key, value in inputs.items()}], "ffn")
+    for name, scores in importance(model, [inputs], "ffn")["ffn"].items():
+        assert torch.equal(moved["ffn"][name], scores)
+
+
 def test_importance_of_groups_of_heads_is_that_of_their_columns():
     model = nest(text("llama"), QUARTERS, "heads")
     seen = []

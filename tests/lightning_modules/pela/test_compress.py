@@ -113,6 +113,15 @@ def test_asvd_scales_by_the_root_of_the_mean_magnitude():
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
+def test_calibration_moves_batches_to_the_models_device(elsewhere):
+    layer = nn.Sequential(nn.Linear(3, 16))
+    inputs = torch.randn(4, 3)
+    with Calibration(layer) as calibration:
+        run(layer, [elsewhere(inputs)])
+    (moment,) = calibration.moments().values()
+    assert torch.allclose(moment, inputs.double().T @ inputs.double() / 4)
+
+
 def test_energy_ranks_are_the_plans():
     torch.manual_seed(0)
     model = vit()
