@@ -8,12 +8,14 @@ token files (see token_files.py), so that a corpus may be larger than memory.
 import csv
 import functools
 import hashlib
+import io
 import json
 import os
+import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TextIO, get_args
 
 from torch.utils.data import Dataset
 
@@ -26,14 +28,15 @@ from datamodules.token_files import (
     Windows,
     appearing,
     fingerprint,
-    gathered,
     write_tokens,
 )
 from datamodules.tokens import load_tokenizer, tokenizer_from, tokenizer_state, train_tokenizer
 
 Source = Literal["python", "files", "datasets"]
 BYTES = 259  # entries of `train_tokenizer`'s tokenizer when it has no merges: one for each byte
-PIECE = 2**20  # characters; a longer text file is split into several documents
+PIECE = 2**20  # characters; a longer text is split into several documents
+# A line's last word with the white space before it, to which most tokenizers join it.
+LAST_WORD = re.compile(r"[^\S\r\n]\S*\Z")
 TRAINING_BYTES = 50_000_000  # most bytes of text that a tokenizer is trained on
 SPLITS = {"train": "train", "val": "validation", "test": "test"}
 
@@ -368,9 +371,8 @@ def _matching(name: Path) -> list[Path]:
 def read_file(path: Path, column: str) -> Iterator[str]:
     """Yield the documents of a file.
 
-    In csv, tsv and jsonl files each row's `column` is a document. Any other file is one document,
-    or, if it is long, several of about a million characters, split at line ends, and within lines
-    that are longer.
+    In csv, tsv and jsonl files each row's `column` is a document, any other file is one as a whole;
+    those that are long are several, see `pieces`.
 
     Raises:
         ValueError: the file is not UTF-8, or a row has no such column or no text in it.
@@ -386,7 +388,7 @@ def read_file(path: Path, column: str) -> Iterator[str]:
                         if not isinstance(text, str):
                             raise TypeError(f"{text!r} is no text")
                         text.encode()  # JSON can say half of a surrogate pair, UTF-8 cannot
-                        yield text
+                        yield from pieces(text)
             elif path.suffix in (".csv", ".tsv"):
                 tsv: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
                 reader = csv.DictReader(lines, **(tsv if path.suffix == ".tsv" else {}))
@@ -397,10 +399,9 @@ def read_file(path: Path, column: str) -> Iterator[str]:
                         cells = sum(value is not None for key, value in row.items() if key)
                         cells += len(row.get(None) or [])
                         raise column_error(path, reader.line_num, cells, len(names))
-                    yield row[column]
+                    yield from pieces(row[column])
             else:
-                parts = iter(functools.partial(lines.readline, PIECE), "")
-                yield from ("".join(piece) for piece in gathered(parts, PIECE))
+                yield from pieces(lines)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8.") from error
     except UnicodeEncodeError as error:
@@ -412,6 +413,26 @@ def read_file(path: Path, column: str) -> Iterator[str]:
             f"{place}: there is no text {column!r} in it ({error!r}): name the text's column in "
             "--data.column, or repair the line."
         ) from error
+
+
+def pieces(text: str | TextIO) -> Iterator[str]:
+    """The documents of a text: all of it, or several of about a million characters.
+
+    They end with a line; those in a line that is longer end before white space, if it has some.
+    """
+    lines = io.StringIO(text, newline="") if isinstance(text, str) else text
+    piece, size = [""], 0
+    while line := lines.readline(PIECE):
+        piece.append(line)
+        size += len(line)
+        if size >= PIECE:
+            # a line of that length goes on in the next one
+            word = LAST_WORD.search(line, 1) if len(line) == PIECE else None
+            rest = word[0] if word else ""
+            yield "".join(piece)[: size - len(rest)]
+            piece, size = [rest], len(rest)
+    if size:
+        yield "".join(piece)
 
 
 @functools.cache
@@ -452,7 +473,7 @@ def set_splits(name: str, config: str | None) -> list[str]:
 
 
 def read_set(name: str, config: str | None, split: str, column: str) -> Iterator[str]:
-    """The texts of a set of the `datasets` library, by hub name or folder, streamed.
+    """The documents of a set of the `datasets` library, by hub name or folder, streamed.
 
     Raises:
         ValueError: it has no such column, or a value in it is no text.
@@ -467,7 +488,7 @@ def read_set(name: str, config: str | None, split: str, column: str) -> Iterator
             )
         text = row[column]
         if isinstance(text, str):
-            yield text
+            yield from pieces(text)
         elif text is not None:  # an empty cell is no document
             raise ValueError(
                 f"column {column!r} of {name} has {text!r}, which is no text: name the text's in "

@@ -14,7 +14,8 @@ Files, as published:
     Multi-News   train.src, train.tgt, val.src, …: a text on each line, the same lines in both
     columns      your own csv, tsv or jsonl, with the columns `text` and `target`
 
-All but the last can come through `datasets` too, by name (source "hub").
+All but the last can come through `datasets` too, by name (source "hub"). A target without text is
+refused; SQuAD 2's questions without an answer are left out.
 """
 
 import json
@@ -187,28 +188,29 @@ def read_squad(path: Path) -> Iterator[Pair]:
                 for question in paragraph["qas"]:
                     answers = [answer["text"] for answer in question["answers"]]
                     text = f"{question['question']} {paragraph['context']}"
-                    yield from _answered(text, answers)
+                    yield from _answered(text, answers, f"{path}, {question['question']!r}")
 
 
 def read_nq_open(path: Path) -> Iterator[Pair]:
     """Pairs of a question with each of its answers."""
     with _shape(path, "NQ-Open's"):
-        for _, row in json_lines(path):
-            yield from _answered(row["question"], row["answer"])
+        for number, row in json_lines(path):
+            yield from _answered_in_nq_open(row, f"{path}, line {number}")
 
 
 def read_samsum(path: Path) -> Iterator[Pair]:
     """Pairs of a dialogue and its summary."""
     with _shape(path, "SAMSum's"):
-        for row in read_json(path):
-            yield Pair(row["dialogue"], row["summary"])
+        for number, row in enumerate(read_json(path), start=1):
+            yield _pair(row["dialogue"], row["summary"], f"{path}, entry {number}")
 
 
 def read_multi_news(path: Path) -> Iterator[Pair]:
     """Pairs of an event's articles and their summary, from a src file and the tgt beside it.
 
     Raises:
-        ValueError: if they have different numbers of lines, or the name has no src.
+        ValueError: if they have different numbers of lines, a summary is empty, or the name has no
+            src.
     """
     before, src, after = path.name.rpartition("src")
     if not src:
@@ -225,17 +227,33 @@ def read_multi_news(path: Path) -> Iterator[Pair]:
             f"{path} has {len(sources)} lines and {beside.name} {len(targets)}, "
             "expected equal numbers: fetch both files of one release."
         )
-    for source, target in zip(sources, targets, strict=True):
-        yield _summarised(source.replace("NEWLINE_CHAR", "\n"), target)
+    for number, (source, target) in enumerate(zip(sources, targets, strict=True), start=1):
+        place = f"{beside}, line {number}"
+        yield _summarised(source.replace("NEWLINE_CHAR", "\n"), target, place)
 
 
-def _answered(text: str, answers: Iterable[str]) -> Iterator[Pair]:
-    return (Pair(text, answer) for answer in dict.fromkeys(answers))
+def _pair(text: str, target: Any, place: str) -> Pair:
+    """A pair whose target is not empty; its text may be, as in Multi-News."""
+    if not isinstance(target, str) or not target.strip():
+        raise ValueError(
+            f"{place}: the target is {target!r}, expected a text: fill it in, or remove it with "
+            "its input."
+        )
+    return Pair(text, target)
 
 
-def _summarised(articles: str, summary: str) -> Pair:
+def _answered(text: str, answers: Iterable[str], place: str) -> Iterator[Pair]:
+    return (_pair(text, answer, place) for answer in dict.fromkeys(answers))
+
+
+def _answered_in_nq_open(row: dict[str, Any], place: str) -> Iterator[Pair]:
+    """Pairs of a question that has an answer, other than some of SQuAD 2's."""
+    return _answered(row["question"], row["answer"] or [""], place)
+
+
+def _summarised(articles: str, summary: str, place: str) -> Pair:
     """A pair of Multi-News, on one line each."""
-    return Pair(articles.replace("\n", " "), summary.removeprefix("– "))
+    return _pair(articles.replace("\n", " "), summary.removeprefix("– "), place)
 
 
 def read_hub(form: str, name: str, part: str) -> Iterator[Pair]:
@@ -247,20 +265,21 @@ def read_hub(form: str, name: str, part: str) -> Iterator[Pair]:
         part: "train", "val" or "test".
 
     Raises:
-        ValueError: it has other columns.
+        ValueError: it has other columns, or a target is empty.
     """
     rows = hub_rows(name, part)
     with _shape(Path(name), f"{HUB[form]}'s"):
-        for row in rows:
+        for number, row in enumerate(rows, start=1):
+            place = f"{name}, {part}, row {number}"
             if form == "squad":
                 text = f"{row['question']} {row['context']}"
-                yield from _answered(text, row["answers"]["text"])
+                yield from _answered(text, row["answers"]["text"], place)
             elif form == "nq_open":
-                yield from _answered(row["question"], row["answer"])
+                yield from _answered_in_nq_open(row, place)
             elif form == "samsum":
-                yield Pair(row["dialogue"], row["summary"])
+                yield _pair(row["dialogue"], row["summary"], place)
             else:
-                yield _summarised(row["document"], row["summary"])
+                yield _summarised(row["document"], row["summary"], place)
 
 
 def read_columns(path: Path) -> Iterator[Pair]:

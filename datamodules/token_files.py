@@ -116,9 +116,7 @@ def write_tokens(
     return folder
 
 
-def gathered(
-    texts: Iterable[str], characters: int, count: int | None = None
-) -> Iterator[list[str]]:
+def gathered(texts: Iterable[str], characters: int, count: int) -> Iterator[list[str]]:
     """Lists of at most `count` texts, each ended by the text that brings it to `characters`."""
     texts_so_far: list[str] = []
     size = 0

@@ -4,6 +4,7 @@ import cpu_torchvision  # noqa: F401
 
 import json
 import pickle
+from itertools import pairwise
 from pathlib import Path
 
 import lightning as L
@@ -12,8 +13,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from datamodules import corpus as corpus_module
 from datamodules import token_files
-from datamodules.corpus import BYTES, PIECE, CorpusData, python_files, read_file
+from datamodules.corpus import BYTES, PIECE, CorpusData, python_files, read_file, read_set
 from datamodules.loading import IGNORED
 from datamodules.token_files import TokenFile, TokenStream, Windows, write_tokens
 from datamodules.tokens import train_tokenizer
@@ -162,6 +164,41 @@ def test_a_long_line_is_cut_too(tmp_path):
     pieces = list(read_file(path, "text"))
     assert "".join(pieces) == path.read_text()
     assert len(pieces) > 2 and max(map(len, pieces)) < 2 * PIECE
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.csv", "a.tsv", "a.jsonl", "set"])
+def test_long_texts_of_every_kind_are_cut_between_words(name, tmp_path, monkeypatch):
+    """A cell was one document of any length, and a line's end of a million characters any word."""
+    monkeypatch.setattr(corpus_module, "PIECE", 100)
+    line = "words of text " * 30
+    text = f"{line}{'x' * 250} {line}" if name.endswith("sv") else f"{line}\n{'x' * 250}\n{line}\n"
+    folder = tmp_path / "set"
+    folder.mkdir()
+    path = folder / "train.jsonl" if name == "set" else tmp_path / name
+    head = "" if path.suffix == ".txt" else "text\n" if name.endswith("sv") else '{"text": '
+    tail = "}" if path.suffix == ".jsonl" else ""
+    path.write_text(f"{head}{json.dumps(text) if tail else text}{tail}")
+    pieces = list(
+        read_set(str(folder), None, "train", "text") if name == "set" else read_file(path, "text")
+    )
+    assert "".join(pieces) == text
+    assert 9 < len(pieces) < 16 and max(map(len, pieces)) < 200
+    for piece, following in pairwise(pieces):
+        # only the word that is longer than a piece is cut inside, and a line's end stays with it
+        assert piece[-1] == "\n" or following[0] == " " or piece[-1] + following[0] == "xx"
+
+
+def test_texts_of_short_lines_are_tokenised_as_they_are(tmp_path):
+    """Token files that records name keep their content: of the installed Python source, whole."""
+    paths = python_files()[:8]
+    whole = write_tokens([path.read_text() for path in paths], BYTE, tmp_path / "whole")
+    data = CorpusData("files", list(map(str, paths)), length=16, cache=str(tmp_path / "files"))
+    size = TokenFile(whole, BYTE).manifest["bytes"]
+    python = CorpusData(length=16, max_bytes=size, cache=str(tmp_path / "python"))
+    for one in (data, python):
+        written = one.token_file("train").folder
+        for file in ("tokens.bin", "ends.npy"):
+            assert (written / file).read_bytes() == (whole / file).read_bytes()
 
 
 def test_long_documents_are_tokenised_a_few_at_a_time(tmp_path, monkeypatch):

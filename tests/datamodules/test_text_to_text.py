@@ -182,6 +182,24 @@ def test_a_set_is_loaded_by_its_hub_name_only_where_that_is_asked_for(monkeypatc
     assert asked == [("google-research-datasets/nq_open", "val")]
 
 
+EMPTY_ROWS = {
+    "squad": {"question": "Who?", "context": "Blue.", "answers": {"text": [""]}},
+    "nq_open": {"question": "who", "answer": []},
+    "samsum": {"id": "1", "dialogue": "A: hi", "summary": None},
+    "multi_news": {"document": "one", "summary": "– "},
+}
+
+
+@pytest.mark.parametrize("form", EMPTY_ROWS)
+def test_an_empty_target_of_a_set_by_name_is_said(form, tmp_path):
+    pytest.importorskip("datasets")
+    rows = [*HUB_ROWS[form], EMPTY_ROWS[form]]
+    written_set(tmp_path, rows)
+    data = TextToTextData(form=form, source="hub", root=str(tmp_path))
+    with pytest.raises(ValueError, match=f"{tmp_path}, val, row {len(rows)}: the target is "):
+        data.examples("val")
+
+
 def test_a_set_with_other_columns_is_said(tmp_path):
     pytest.importorskip("datasets")
     written_set(tmp_path, HUB_ROWS["samsum"])
@@ -218,6 +236,52 @@ def test_bad_files_are_said(arguments, files, message, tmp_path):
         for name, text in files.items():
             (tmp_path / name).write_text(text)
         data.examples("train")
+
+
+def squad_file(*answers):
+    questions = [
+        {"question": f"Which {n}?", "answers": [{"text": text} for text in texts]}
+        for n, texts in enumerate(answers, start=1)
+    ]
+    return json.dumps({"data": [{"paragraphs": [{"context": "Blue.", "qas": questions}]}]})
+
+
+SAID = "expected a text: fill it in, or remove it with its input"
+EMPTY = [
+    ("squad", {"train.json": squad_file(["a"], ["b", " "])}, "train.json, 'Which 2.': .* is ' '"),
+    (
+        "nq_open",
+        {"train.jsonl": '{"question": "a", "answer": ["b"]}\n\n{"question": "c", "answer": [""]}'},
+        "train.jsonl, line 3: the target is ''",
+    ),
+    ("nq_open", {"train.jsonl": '{"question": "a", "answer": []}'}, "line 1: the target is ''"),
+    (
+        "samsum",
+        {"train.json": json.dumps([{"dialogue": "a", "summary": text} for text in ("b", "\r\n")])},
+        r"train.json, entry 2: the target is '\\r\\n'",
+    ),
+    ("multi_news", {"train.tgt": "one\n– \n"}, "train.tgt, line 2: the target is ''"),
+]
+
+
+@pytest.mark.parametrize(("form", "files", "message"), EMPTY)
+def test_an_empty_target_is_said(form, files, message, tmp_path):
+    """A model would learn to answer nothing, and a text without one scores against nothing."""
+    data = made(tmp_path, form)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=f"{message}, {SAID}"):
+        data.examples("train")
+
+
+def test_questions_without_an_answer_and_events_without_articles_are_as_published(tmp_path):
+    """SQuAD 2 asks some that its context does not answer; Multi-News has summaries of nothing."""
+    data = made(tmp_path, "squad")
+    (tmp_path / "train.json").write_text(squad_file([], ["b"], []))
+    assert data.examples("train") == [("Which 2? Blue.", "b")]
+    data = made(tmp_path, "multi_news")
+    (tmp_path / "train.src").write_text("\none\n")
+    assert data.examples("train") == [("", "first"), ("one", "second")]
 
 
 @pytest.mark.parametrize(

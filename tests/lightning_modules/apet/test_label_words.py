@@ -29,18 +29,24 @@ SIZES = {
 TARGETS = {"llama": ["q_proj", "v_proj"], "bloom": ["query_key_value"], "t5": ["q", "v"]}
 
 
-@pytest.mark.parametrize("soft_tokens", [0, 3])
-@pytest.mark.parametrize("kind", SIZES)
-def test_the_logits_are_the_label_words_behind_the_prompt(kind, soft_tokens):
-    """And the output layer sees no position at which no text ends."""
+def random_model(kind, **settings):
+    """A tiny language model of 40 tokens."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, vocab_size=40, **SIZES[kind])
+    config = transformers.AutoConfig.for_model(kind, vocab_size=40, **SIZES[kind], **settings)
     auto = (
         transformers.AutoModelForSeq2SeqLM
         if config.is_encoder_decoder
         else transformers.AutoModelForCausalLM
     )
-    model = auto.from_config(config).eval()
+    return auto.from_config(config).eval()
+
+
+@pytest.mark.parametrize("soft_tokens", [0, 3])
+@pytest.mark.parametrize("kind", SIZES)
+def test_the_logits_are_the_label_words_behind_the_prompt(kind, soft_tokens):
+    """And the output layer sees no position at which no text ends."""
+    model = random_model(kind)
+    config = model.config
     if soft_tokens:
         add_prompt(model, soft_tokens, seed=1)
     ids = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0], [11, 12, 0, 0]])
@@ -55,6 +61,22 @@ def test_the_logits_are_the_label_words_behind_the_prompt(kind, soft_tokens):
         alone = ids[row : row + 1, :length]
         more = {"decoder_input_ids": torch.tensor([[0]])} if config.is_encoder_decoder else {}
         expected = model(input_ids=alone, **more).logits[0, -1, [3, 4]]
+        torch.testing.assert_close(logits[row], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("ends", [1, [7, 1], None])
+@pytest.mark.parametrize("kind", SIZES)
+def test_a_decoder_answers_in_place_of_an_appended_end_token(kind, ends):
+    """It learned that nothing follows the end token; T5's encoder reads it, as in pre-training."""
+    model = random_model(kind, eos_token_id=ends)
+    # an end token inside a text is not an appended one, and one of the padding is of no text
+    ids = torch.tensor([[5, 1, 6, 8, 1], [9, 10, 1, 1, 1], [11, 12, 13, 1, 1]])
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 0, 0]])
+    logits = LabelWords(model, [3, 4])(ids, mask)
+    seq2seq = model.config.is_encoder_decoder
+    for row, length in enumerate((5, 3, 3) if seq2seq or ends is None else (4, 2, 3)):
+        more = {"decoder_input_ids": torch.tensor([[0]])} if seq2seq else {}
+        expected = model(input_ids=ids[row : row + 1, :length], **more).logits[0, -1, [3, 4]]
         torch.testing.assert_close(logits[row], expected, atol=1e-5, rtol=1e-5)
 
 
