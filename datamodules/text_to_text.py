@@ -247,7 +247,9 @@ def _answered(text: str, answers: Iterable[str], place: str) -> Iterator[Pair]:
 
 
 def _answered_in_nq_open(row: dict[str, Any], place: str) -> Iterator[Pair]:
-    """Pairs of a question that has an answer, other than some of SQuAD 2's."""
+    """Pairs of a question, which unlike SQuAD 2's always has an answer."""
+    if isinstance(row["answer"], str):  # else each of its characters would be an answer
+        raise ValueError(f"{place}: the answer is {row['answer']!r}, expected a list of answers.")
     return _answered(row["question"], row["answer"] or [""], place)
 
 

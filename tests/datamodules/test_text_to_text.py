@@ -274,6 +274,14 @@ def test_an_empty_target_is_said(form, files, message, tmp_path):
         data.examples("train")
 
 
+def test_an_answer_that_is_no_list_is_said(tmp_path):
+    data = made(tmp_path, "nq_open")
+    line = {"question": "who wrote it", "answer": "Ann"}
+    (tmp_path / "train.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(ValueError, match="line 1: the answer is 'Ann', expected a list of answers"):
+        data.examples("train")
+
+
 def test_questions_without_an_answer_and_events_without_articles_are_as_published(tmp_path):
     """SQuAD 2 asks some that its context does not answer; Multi-News has summaries of nothing."""
     data = made(tmp_path, "squad")
