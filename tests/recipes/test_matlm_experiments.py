@@ -727,6 +727,18 @@ def test_the_decoder_itself_stands_beside_the_largest_size():
         assert elastic.largest(fractions) == nesting_of(nested).names[-1] == name
 
 
+def test_claims_read_the_largest_of_any_number_of_sizes(out):
+    """Before, they read XL, which is the largest of four sizes alone."""
+    flags = ["--elastic.model.fractions={ffn: [0.5, 1.0]}", "--elastic.trainer.max_steps=1"]
+    made = run(elastic, out / "two", "--rows", "elastic,unsorted,dense", *flags)
+    table = read(made.out)
+    for claim in elastic.CLAIMS:
+        assert claim.test.difference(table).n == claim.gate.difference(table).n == 1
+    assert elastic.CLAIMS[1].test.title == "loss of dense and of elastic XL or full"
+    loss = values(table, "loss")
+    assert loss["elastic", "full"] == loss["elastic", "1"] != loss["elastic", "half"]
+
+
 def test_slices_name_the_widths_of_every_size(made_elastic):
     folder = made_elastic.out / "seed0" / "sizes of elastic"
     slices = {one["name"]: one for one in json.loads((folder / "slices.json").read_text())}
