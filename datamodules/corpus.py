@@ -13,6 +13,7 @@ import json
 import os
 import re
 import sysconfig
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO, get_args
@@ -228,7 +229,7 @@ class CorpusData(PartsData):
             self._refuse("the checkpoint", state, "the one that it was trained with")
 
     def refuse_another_tokenizer(self, model: str) -> None:
-        """Refuse a model with another tokenizer than the data's; a folder may have none.
+        """Refuse a model with another tokenizer than the data's; warn if it comes with none.
 
         Args:
             model: a folder, or a name on the hub.
@@ -236,8 +237,18 @@ class CorpusData(PartsData):
         Raises:
             ValueError: naming both tokenizers.
         """
-        if not Path(model).is_dir() or (Path(model) / "tokenizer_config.json").is_file():
-            self._refuse(f"the model {model}", tokenizer_state(load_tokenizer(model)), model)
+        try:
+            tokenizer = load_tokenizer(model)
+        except OSError as error:
+            reason = str(error.__cause__).partition("\n")[0]
+            warnings.warn(
+                f"no tokenizer of the model {model} can be loaded ({reason}), so the data's, "
+                f"{self.tokenizer.name_or_path!r}, is taken for its own: if the model was trained "
+                "with another, set --data.tokenizer to that",
+                stacklevel=2,
+            )
+            return
+        self._refuse(f"the model {model}", tokenizer_state(tokenizer), model)
 
     def _refuse(self, owner: str, state: dict[str, Any], cure: str) -> None:
         theirs = tokenizer_from(state)

@@ -22,6 +22,9 @@ def load_tokenizer(name: str) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
+        # without files of one, transformers may make an empty tokenizer of the model's type
+        if len(tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys()) < 2:
+            raise OSError("its files hold no vocabulary")
     except (OSError, ValueError) as error:
         raise OSError(
             f"The tokenizer {name!r} cannot be loaded, expected a folder with its files or a name "

@@ -20,8 +20,8 @@ import timm
 import torch
 import transformers
 from safetensors.torch import save_file
+from timm.models import get_model_args
 from timm.models._hub import save_config_for_hf
-from timm.models._input import get_model_args
 from torch import Tensor, nn
 
 from lightning_modules import apet, vera

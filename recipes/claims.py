@@ -254,7 +254,8 @@ def _why_shut(gate: Comparison, table: pd.DataFrame) -> str:
 
 
 def _named(side: str | Where) -> str:
-    return side if isinstance(side, str) else " ".join(map(str, side.values()))
+    values = _conditions(side).values()
+    return " ".join(" or ".join(one) if isinstance(one, list) else str(one) for one in values)
 
 
 def seeds_needed(compared: Difference, threshold: float = 0.0) -> int:

@@ -5,7 +5,9 @@ both predict the same class or greedy token, and when the KL divergence of their
 distributions is small.
 """
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,21 +78,54 @@ class SubmodelMetrics(nn.Module):
                 mean.reset()
 
 
+def logits_in_pieces(
+    model: Any, forward: Callable[[Tensor], Tensor], ids: Tensor, size: int
+) -> Iterator[Tensor]:
+    """Next-token logits (B, ≤ size, V) of tokens (B, L), those of the last token left out.
+
+    The hidden states of all tokens are computed with the first piece. Each further piece is a pass
+    of one token in which the output embedding gets that piece's hidden states instead of the
+    token's: so what a model does to its logits behind that embedding, such as scaling or capping
+    them, is done to every piece.
+
+    Args:
+        model: of transformers, whose output embedding `forward` calls once.
+        forward: from tokens (B, L) to logits (B, L, V).
+        ids: the tokens.
+        size: positions at a time.
+    """
+    pieces: deque[Tensor] = deque()
+
+    def narrow(head: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+        if not pieces:
+            pieces.extend(inputs[0][:, :-1].split(size, dim=1))
+        return pieces.popleft()
+
+    def piece() -> Tensor:  # a function, because a suspended generator would keep its variables
+        with model.get_output_embeddings().register_forward_pre_hook(narrow):
+            return forward(ids)
+
+    yield piece()
+    ids = ids[:, :1]
+    while pieces:
+        yield piece()
+
+
 def score_tokens(
     metrics: SubmodelMetrics,
-    models: Mapping[str, Callable[[Tensor], Tensor]],
+    models: Mapping[str, Callable[[Tensor, int], Iterator[Tensor]]],
     batch: Mapping[str, Tensor],
     vocabulary: int,
 ) -> None:
     """Add one batch of tokens in pieces, so that a vocabulary of 256,000 fits memory.
 
-    A model takes as many rows at a time as have SCORED logits, at least one; the scores, which need
-    several copies of the logits, take as many tokens.
+    As many rows at a time as have SCORED logits, or pieces of one row that have no more.
 
     Args:
         metrics: updated in place; an example is a token.
-        models: by label, a function from tokens (B, L) to logits (B, L, V); the first one's logits
-            are the reference.
+        models: by label, a function from tokens (B, L) and a number of positions to their logits,
+            so many positions at a time (`logits_in_pieces`); the first one's logits are the
+            reference.
         batch: `input_ids` and `labels` (B, L); labels[:, 1:] are predicted.
         vocabulary: V.
     """
@@ -99,13 +134,13 @@ def score_tokens(
     for ids, labels in zip(
         batch["input_ids"].split(rows), batch["labels"].split(rows), strict=True
     ):
-        reference = None
-        for label, model in models.items():
-            logits = model(ids)[:, :-1].flatten(0, 1)
-            reference = logits if reference is None else reference
-            parts = (logits, labels[:, 1:].flatten(), reference)
-            for piece in zip(*(one.split(tokens) for one in parts), strict=True):
-                metrics.update(label, *piece)
+        streams = {label: model(ids, tokens) for label, model in models.items()}
+        for targets in labels[:, 1:].split(tokens, dim=1):
+            reference = None
+            for label, stream in streams.items():
+                logits = next(stream).flatten(0, 1)
+                reference = logits if reference is None else reference
+                metrics.update(label, logits, targets.flatten(), reference)
 
 
 def classification_loss(logits: Tensor, targets: Tensor, kind: str) -> Tensor:

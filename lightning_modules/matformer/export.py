@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from timm.models._input import get_model_args
+from timm.models import get_model_args
 from torch import nn
 
 from lightning_modules import standalone

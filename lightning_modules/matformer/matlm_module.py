@@ -14,7 +14,11 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from lightning_modules.backbones import build_text, match_tokenizer, shard
 from lightning_modules.labels import IGNORED
-from lightning_modules.matformer.consistency import SubmodelMetrics, score_tokens
+from lightning_modules.matformer.consistency import (
+    SubmodelMetrics,
+    logits_in_pieces,
+    score_tokens,
+)
 from lightning_modules.matformer.elastic_module import ElasticModule
 from lightning_modules.matformer.idle_tail import freeze_idle_tail
 from lightning_modules.matformer.nest import Granularity, nest, nesting_of, set_granularity
@@ -217,7 +221,10 @@ class MatLM(ElasticModule):
     def score_submodels(self, batch: dict[str, Tensor]) -> None:
         """Add a batch to the metrics of every submodel."""
         assert self.metrics is not None
-        models = {label: partial(self.submodel, chosen) for label, chosen in self.submodels.items()}
+        models = {
+            label: partial(logits_in_pieces, self.model, partial(self.submodel, chosen))
+            for label, chosen in self.submodels.items()
+        }
         score_tokens(self.metrics, models, batch, self.model.config.vocab_size)
 
     @property

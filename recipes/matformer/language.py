@@ -11,7 +11,11 @@ from torch import Tensor, nn
 from datamodules.loading import IGNORED
 from lightning_modules.counting import count_non_embedding, count_parameters
 from lightning_modules.matformer import extract, set_granularity
-from lightning_modules.matformer.consistency import SubmodelMetrics, score_tokens
+from lightning_modules.matformer.consistency import (
+    SubmodelMetrics,
+    logits_in_pieces,
+    score_tokens,
+)
 from lightning_modules.matformer.nest import nesting_of
 from recipes.experiment import Measuring
 from recipes.nodes import device
@@ -19,18 +23,22 @@ from recipes.results import Row, by_seed
 
 CHUNK = 2**24  # tokens counted at a time: 128 MB
 
-Model = Callable[[Tensor], Tensor]  # tokens (B, L) to logits (B, L, V)
+Model = Callable[[Tensor, int], Iterator[Tensor]]  # see `score_tokens`
 
 
 def submodels(model: nn.Module, chosen: Iterable[Sequence[int]]) -> dict[str, Model]:
     """Submodels of a nested model by label; they share its weights."""
     nesting = nesting_of(model)
-    return {nesting.label(mix): partial(_logits, model, list(mix)) for mix in chosen}
+    return {nesting.label(mix): _in_pieces(model, list(mix)) for mix in chosen}
 
 
 def plain(model: nn.Module) -> Model:
     """A plain model (or a nested one at its current granularity) as a function of tokens."""
-    return partial(_logits, model, None)
+    return _in_pieces(model, None)
+
+
+def _in_pieces(model: nn.Module, chosen: list[int] | None) -> Model:
+    return partial(logits_in_pieces, model, partial(_logits, model, chosen))
 
 
 def _logits(model: Any, chosen: list[int] | None, ids: Tensor) -> Tensor:

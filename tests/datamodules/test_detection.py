@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from pycocotools import mask
-from pycocotools.coco import COCO
 
 from datamodules import DetectionData
 from datamodules.detection import NUMBERS, area_of, read_coco, read_masks, write_coco
@@ -25,8 +23,9 @@ def data(folder, **settings):
 
 
 def test_the_reader_agrees_with_cocos_own(folder):
+    mask, coco = (pytest.importorskip(f"pycocotools.{name}") for name in ("mask", "coco"))
     path = folder / "annotations" / "instances_val2017.json"
-    theirs = COCO(path)
+    theirs = coco.COCO(path)
     names, images = read_coco(folder, "val2017")
     assert names == list(SHAPES) and theirs.getCatIds() == list(NUMBERS)
     for number, image in zip(theirs.getImgIds(), images, strict=True):
@@ -101,6 +100,7 @@ def test_the_image_is_at_the_top_left_of_its_square_flipped_or_not(folder):
 
 def test_masks_follow_their_image(folder):
     """Generated masks are the boxes themselves: polygons; and run lengths of a crowd."""
+    coco = pytest.importorskip("pycocotools.mask")
     samples = data(folder, masks=True).samples("train")
     torch.manual_seed(0)
     for index in range(len(samples)):
@@ -121,7 +121,7 @@ def test_masks_follow_their_image(folder):
             torch.testing.assert_close(torch.stack(found).float(), expected, atol=1.5, rtol=0)
     with pytest.raises(ValueError, match="has the mask None, expected polygons or run lengths"):
         read_masks([None], 4, 4)
-    encoded = mask.encode(np.asfortranarray(np.eye(4, dtype=np.uint8)))
+    encoded = coco.encode(np.asfortranarray(np.eye(4, dtype=np.uint8)))
     assert torch.equal(read_masks([encoded], 4, 4)[0], torch.eye(4).bool())
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertTokenizerFast
+from transformers import AutoConfig, BertTokenizerFast
 
 from datamodules.tokens import (
     load_tokenizer,
@@ -32,6 +32,14 @@ def test_trained_tokenizer_is_reproducible_lossless_and_saved(tmp_path: Path) ->
     loaded = load_tokenizer(str(tmp_path))
     assert loaded("The Mill", "£20") == first("The Mill", "£20")
     assert (loaded.pad_token_id, loaded.eos_token_id) == (0, 2)
+
+
+@pytest.mark.parametrize("kind", ["starcoder2", "gemma2", "llama"])
+def test_a_model_s_folder_without_a_tokenizer_is_refused(kind: str, tmp_path: Path) -> None:
+    """For some kinds of model transformers makes a tokenizer that knows no word."""
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    with pytest.raises(OSError, match="The tokenizer '.*' cannot be loaded, .*: correct --data.to"):
+        load_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["trained", "bert"])

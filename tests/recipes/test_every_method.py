@@ -124,6 +124,8 @@ class Witness(stage_runs.Witness):
 
 
 def options_of(stage, folder):
+    if stage == "pela/detection":
+        pytest.importorskip("pycocotools")
     options = [
         "--trainer.max_epochs=-1", f"--trainer.max_steps={STEPS}", "--trainer.limit_val_batches=2"
     ]  # fmt: skip

@@ -656,6 +656,32 @@ def test_a_decoder_with_another_tokenizer_is_not_prepared(tmp_path, where, monke
         list(elastic.prepare(measuring))
 
 
+@pytest.mark.parametrize("where", ["in a folder", "on the hub"])
+def test_a_decoder_without_a_tokenizer_is_prepared_with_the_data_s(tmp_path, where, monkeypatch):
+    """One on the hub ended in an error that asked to correct data.tokenizer, which was right."""
+    build_text("starcoder2", "causal", DECODER).save_pretrained(tmp_path / "mine")
+    train_tokenizer([], 259).save_pretrained(tmp_path / "other")
+    (tmp_path / "text.txt").write_text("a line of text\n" * 200)
+    data = {
+        "source": "files", "train": str(tmp_path / "text.txt"), "length": 16,
+        "tokenizer": str(tmp_path / "other"), "cache": str(tmp_path / "corpora"),
+    }  # fmt: skip
+    name = str(tmp_path / "mine")
+    if where == "on the hub":
+        name, known, build = "someone/mine", {"someone/mine": name}, elastic.build_text
+        monkeypatch.setattr(
+            elastic, "build_text", lambda one, *a, **kw: build(known[one], *a, **kw)
+        )
+    settings = {
+        "data": data, "architecture": name, "model_args": {}, "batches": 1, "parts": ["ffn"],
+    }  # fmt: skip
+    measuring: Any = SimpleNamespace(settings=settings, stages={}, seed=0, folder=tmp_path / "out")
+    said = "no tokenizer of the model .*mine can be loaded .* data's, '.*other', .*--data.tokenizer"
+    with pytest.warns(UserWarning, match=said):
+        list(elastic.prepare(measuring))
+    assert len(corpus.load_tokenizer(str(tmp_path / "out" / "sorted"))) == 259
+
+
 DECODER = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 2, "vocab_size": 259, "max_position_embeddings": 64,
@@ -725,6 +751,18 @@ def test_the_decoder_itself_stands_beside_the_largest_size():
         fractions = {"ffn": [2.0**-place for place in reversed(range(count))]}
         nested = nest(build_text("starcoder2", "causal", DECODER), fractions)
         assert elastic.largest(fractions) == nesting_of(nested).names[-1] == name
+
+
+def test_claims_read_the_largest_of_any_number_of_sizes(out):
+    """Before, they read XL, which is the largest of four sizes alone."""
+    flags = ["--elastic.model.fractions={ffn: [0.5, 1.0]}", "--elastic.trainer.max_steps=1"]
+    made = run(elastic, out / "two", "--rows", "elastic,unsorted,dense", *flags)
+    table = read(made.out)
+    for claim in elastic.CLAIMS:
+        assert claim.test.difference(table).n == claim.gate.difference(table).n == 1
+    assert elastic.CLAIMS[1].test.title == "loss of dense and of elastic XL or full"
+    loss = values(table, "loss")
+    assert loss["elastic", "full"] == loss["elastic", "1"] != loss["elastic", "half"]
 
 
 def test_slices_name_the_widths_of_every_size(made_elastic):

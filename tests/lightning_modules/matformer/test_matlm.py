@@ -2,6 +2,7 @@
 
 import cpu_torchvision  # noqa: F401
 
+import copy
 import json
 import math
 import shutil
@@ -26,6 +27,7 @@ from lightning_modules.counting import count_non_embedding
 from lightning_modules.matformer import consistency
 from lightning_modules.matformer.matlm_module import MatLM
 from lightning_modules.matformer.nest import extract, nest, set_granularity
+from recipes.matformer.language import plain
 
 FRACTIONS = {"ffn": [1 / 8, 1 / 4, 1 / 2, 1]}
 SMALL = {
@@ -153,21 +155,53 @@ def test_a_run_with_a_teacher_keeps_it_out_of_the_checkpoint(tmp_path, texts):
     assert torch.equal(again(ids), lm(ids)) and again.granularity == [0, 0]
 
 
-def test_scores_of_a_long_row_are_computed_in_pieces(monkeypatch):
+DECODERS = {  # what each does to its logits behind the output embedding
+    "starcoder2": {"use_bias": False},
+    "gemma2": {"final_logit_softcapping": 2.0, "head_dim": 8},
+    "granite": {"logits_scaling": 4.0},
+    "cohere": {"logit_scale": 0.25},
+    "gpt2": {"n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 32},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 8},
+}
+
+
+@pytest.mark.parametrize(("name", "extra"), DECODERS.items())
+def test_a_long_row_s_logits_are_made_in_pieces(name, extra, monkeypatch):
     """A row of 1,024 tokens over 256,000 words is a gigabyte, and scores need several copies."""
-    monkeypatch.setattr(consistency, "SCORED", 40)
-    metrics, sizes = consistency.SubmodelMetrics(["XL"]), []
-    update = metrics.update
-
-    def watched(label, logits, targets, reference):
-        sizes.append(logits.numel())
-        update(label, logits, targets, reference)
-
-    monkeypatch.setattr(metrics, "update", watched)
-    ids = torch.randint(10, (3, 9), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": ids, "labels": ids}
-    consistency.score_tokens(metrics, {"XL": lambda ids: F.one_hot(ids, 10).float()}, batch, 10)
-    assert max(sizes) == 40 and sum(sizes) == 3 * 8 * 10
+    torch.manual_seed(0)
+    args = {**SMALL, "initializer_range": 0.5, "pad_token_id": 0, **extra}
+    one = build_text(name, "causal", args).eval()
+    other, batch, made, read, scores = copy.deepcopy(one), tokens(), [], [], []
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(1 + 0.2 * torch.randn_like(weight))
+    models = {"one": plain(one), "other": plain(other)}
+    for model in (one, other):
+        model.get_output_embeddings().register_forward_hook(lambda *call: made.append(call[-1]))
+        model.register_forward_hook(lambda *call: made.append(call[-1].logits))
+        model.get_input_embeddings().register_forward_hook(lambda *call: read.append(call[1][0]))
+    for scored in (2**26, 50 * BYTES, 5 * BYTES):
+        made.clear(), read.clear()
+        monkeypatch.setattr(consistency, "SCORED", scored)
+        metrics = consistency.SubmodelMetrics(list(models))
+        with torch.no_grad():
+            consistency.score_tokens(metrics, models, batch, BYTES)
+        assert max(logits.numel() for logits in made) <= scored
+        # hidden states are computed once, and of one token for each further piece
+        pieces = 3 if scored == 5 * BYTES else 1
+        assert sum(ids.numel() for ids in read) == 2 * 4 * (12 + pieces - 1)
+        scores.append(metrics.compute())
+    whole, reference = consistency.SubmodelMetrics(list(models)), None
+    for label, model in (("one", one), ("other", other)):
+        logits = model(batch["input_ids"]).logits[:, :-1].flatten(0, 1)
+        reference = logits if reference is None else reference
+        whole.update(label, logits, batch["labels"][:, 1:].flatten(), reference)
+    for label, expected in whole.compute().items():
+        for found in scores:
+            for metric in ("accuracy", "agreement"):
+                assert found[label][metric] == expected[metric]
+            torch.testing.assert_close(found[label], expected)
+    assert 0 < expected["agreement"] < 1 and expected["kl"] > 0
 
 
 @pytest.mark.parametrize("scored", [2**26, 1])

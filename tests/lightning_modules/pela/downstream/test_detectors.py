@@ -97,6 +97,7 @@ def test_how_much_padding_there_is_changes_nothing_either():
 
 def test_boxes_come_back_to_where_they_are():
     """Targets go in and truths are scored in two units: a detector that finds them has mAP 1."""
+    pytest.importorskip("pycocotools")
     data = DetectionData(source="generated", image_size=32, generate={"train": 2, "val": 6})
     module = Detection(num_classes=3, architecture=VIT, model_args=ARGS, detr=DETR)
     logged = {}
@@ -138,6 +139,7 @@ def operators(monkeypatch):
 
 
 def mask_detection(**settings):
+    pytest.importorskip("pycocotools")
     module = MaskDetection(
         num_classes=3, architecture=VIT, model_args=ARGS, ratio=3.0, rcnn=FEW, lr=1e-3, **settings
     )
@@ -203,6 +205,7 @@ def test_what_is_found_is_put_where_it_is():
 
 
 def test_scores_of_boxes_and_of_masks(monkeypatch):
+    pytest.importorskip("pycocotools")
     module = MaskDetection(num_classes=3, architecture=VIT, model_args=ARGS)
     logged = {}
     monkeypatch.setattr(module, "log", lambda name, value, **_: logged.update({name: value}))
@@ -228,6 +231,7 @@ def test_scores_of_boxes_and_of_masks(monkeypatch):
 
 
 def test_mask_rcnn_says_what_it_lacks(monkeypatch):
+    pytest.importorskip("pycocotools")
     module = MaskDetection(num_classes=3, architecture=VIT, model_args=ARGS)
     place = "lightning_modules.pela.downstream.detection_module._has_ops"
     monkeypatch.setattr(place, lambda: False)
@@ -241,6 +245,7 @@ def test_mask_rcnn_says_what_it_lacks(monkeypatch):
 
 
 def test_the_papers_preset_on_the_meta_device():
+    pytest.importorskip("pycocotools")
     config = parse(FILE, "paper")
     assert config.trainer.max_epochs == 36 and config.data.init_args.batch_size * 8 == 16
     settings = config.model.init_args.as_dict()

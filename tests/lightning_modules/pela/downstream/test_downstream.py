@@ -239,6 +239,7 @@ def test_detector_starts_with_rare_small_boxes_and_trains_every_parameter():
 
 
 def test_a_box_weighs_the_same_on_whichever_process_it_is(monkeypatch):
+    pytest.importorskip("pycocotools")
     torch.manual_seed(0)
     module = Detection(num_classes=7, architecture=VIT, model_args=ARGS, detr=DETR)
     module.configure_model()
@@ -272,6 +273,7 @@ def test_postprocess_takes_the_best_pairs_and_gives_pixels():
 
 
 def test_map_counts_each_box_once_and_forgives_crowds(monkeypatch):
+    pytest.importorskip("pycocotools")
     module = Detection(num_classes=3, architecture=VIT, model_args=ARGS)
     logged = {}
     monkeypatch.setattr(module, "log", lambda name, value, **_: logged.update({name: value}))
@@ -307,6 +309,8 @@ def fit(module, data, **settings):
 
 @pytest.mark.parametrize("kind", [Segmentation, Detection])
 def test_a_fine_tuned_checkpoint_loads_by_itself(kind, repaired, tmp_path):
+    if kind is Detection:
+        pytest.importorskip("pycocotools")
     task = {"channels": 16} if kind is Segmentation else {"detr": DETR}
     source = SegmentationData if kind is Segmentation else DetectionData
     data = source(source="generated", image_size=32, generate={"train": 4, "val": 2, "size": 32})
