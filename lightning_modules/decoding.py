@@ -7,7 +7,7 @@ With n beams the best continuation y maximises
 where p is renormalised after every banned token, and the token that ends y counts in |y|.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,13 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import NoRepeatNGramLogitsProcessor
 
 from lightning_modules.modes import evaluating
+
+
+def end_tokens(eos_token_id: int | Sequence[int] | None) -> list[int]:
+    """The end tokens of a configuration of transformers, which gives one, several or none."""
+    if eos_token_id is None:
+        return []
+    return [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
 
 
 class NoRepeatAfterPrompt(LogitsProcessor):

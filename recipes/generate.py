@@ -17,6 +17,7 @@ import torch
 
 from datamodules.tokens import load_tokenizer, tokenizer_from
 from lightning_modules.backbones import build_text
+from lightning_modules.decoding import end_tokens
 from lightning_modules.matformer import MatLM, set_granularity
 from lightning_modules.matformer.speculative import SpeculationRecord, speculative_generate
 from lightning_modules.standalone import BUILD, LOADER
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> str:
         draft_vocabulary=options.draft_vocabulary,
         compiled=options.compile,
         temperature=1.0 if options.temperature is None else options.temperature,
-        eos_token_id=[tokenizer.eos_token_id, *end_tokens(model)],
+        eos_token_id=[tokenizer.eos_token_id, *end_tokens(model.generation_config.eos_token_id)],
         stop_strings=options.stop,
         tokenizer=tokenizer,
         generator=torch.Generator(target_device).manual_seed(options.seed or 0),
@@ -134,12 +135,6 @@ def refuse_idle(options: argparse.Namespace) -> None:
         raise ValueError("--stop '' is in every text, expected a text that is not empty")
 
 
-def end_tokens(model: Any) -> list[int]:
-    """The tokens that end a text by the model's generation_config."""
-    ends = model.generation_config.eos_token_id
-    return ends if isinstance(ends, list) else [ends] * (ends is not None)
-
-
 def load(source: str) -> tuple[Any, Any]:
     """A decoder and its tokenizer, from a checkpoint of MatLM or a folder of transformers.
 
@@ -168,7 +163,7 @@ def load(source: str) -> tuple[Any, Any]:
         raise ValueError(f"{source} is a checkpoint of {module.__name__}, expected one of MatLM")
     model = MatLM.load_from_checkpoint(source, map_location="cpu", weights_only=True).model
     tokenizer = tokenizer_from(description["tokenizer"])
-    if tokenizer.eos_token_id not in end_tokens(model):
+    if tokenizer.eos_token_id not in end_tokens(model.generation_config.eos_token_id):
         # a model type's default, which is a token of another tokenizer
         model.generation_config.eos_token_id = None
     return model.eval(), tokenizer

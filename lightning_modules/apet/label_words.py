@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_modules.decoding import end_tokens
+
 
 class LabelWords(nn.Module):
     """A decoder or encoder–decoder of transformers as a classifier.
@@ -28,8 +30,7 @@ class LabelWords(nn.Module):
         self.model = model
         self.chooses_positions = "logits_to_keep" in signature(model.forward).parameters
         self.register_buffer("tokens", torch.tensor(tokens), persistent=False)
-        end = getattr(model.config, "eos_token_id", None)  # a list in some models
-        ends = end if isinstance(end, list) else [end] * (end is not None)
+        ends = end_tokens(getattr(model.config, "eos_token_id", None))
         self.register_buffer("ends", torch.tensor(ends, dtype=torch.long), persistent=False)
 
     @property

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import StopStringCriteria
 
+from lightning_modules.decoding import end_tokens
 from lightning_modules.matformer.drafts import Reader, Slots, drafter
 from lightning_modules.matformer.nest import Granularity
 from lightning_modules.matformer.views import at_set_granularity
@@ -336,9 +337,7 @@ def _end_tokens(model: Any, given: int | Sequence[int] | None) -> list[int]:
     """The given end tokens, or those of the model's generation_config."""
     if given is None:
         given = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if given is None:
-        return []
-    return [given] if isinstance(given, int) else list(given)
+    return end_tokens(given)
 
 
 def _positions(model: Any) -> int | None:

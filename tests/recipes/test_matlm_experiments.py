@@ -634,17 +634,22 @@ def test_a_decoder_of_the_user_s_is_made_elastic_and_planned(tmp_path):
         started.check()
 
 
+def of_another_tokenizer(folder: Path) -> dict[str, Any]:
+    """Settings of a CorpusData on a text and a tokenizer that it writes there."""
+    train_tokenizer([], 259).save_pretrained(folder / "other")
+    (folder / "text.txt").write_text("a line of text\n" * 200)
+    return {
+        "source": "files", "train": str(folder / "text.txt"), "length": 16,
+        "tokenizer": str(folder / "other"), "cache": str(folder / "corpora"),
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("where", ["in a folder", "on the hub"])
 def test_a_decoder_with_another_tokenizer_is_not_prepared(tmp_path, where, monkeypatch):
     """Its exports would carry the data's tokenizer, which their embedding was not made for."""
     build_text("starcoder2", "causal", DECODER).save_pretrained(tmp_path / "mine")
     train_tokenizer(["some words of another text"] * 9, 280).save_pretrained(tmp_path / "mine")
-    train_tokenizer([], 259).save_pretrained(tmp_path / "other")
-    (tmp_path / "text.txt").write_text("a line of text\n" * 200)
-    data = {
-        "source": "files", "train": str(tmp_path / "text.txt"), "length": 16,
-        "tokenizer": str(tmp_path / "other"), "cache": str(tmp_path / "corpora"),
-    }  # fmt: skip
+    data = of_another_tokenizer(tmp_path)
     name = str(tmp_path / "mine")
     if where == "on the hub":
         name, load = "someone/mine", corpus.load_tokenizer
@@ -660,12 +665,7 @@ def test_a_decoder_with_another_tokenizer_is_not_prepared(tmp_path, where, monke
 def test_a_decoder_without_a_tokenizer_is_prepared_with_the_data_s(tmp_path, where, monkeypatch):
     """One on the hub ended in an error that asked to correct data.tokenizer, which was right."""
     build_text("starcoder2", "causal", DECODER).save_pretrained(tmp_path / "mine")
-    train_tokenizer([], 259).save_pretrained(tmp_path / "other")
-    (tmp_path / "text.txt").write_text("a line of text\n" * 200)
-    data = {
-        "source": "files", "train": str(tmp_path / "text.txt"), "length": 16,
-        "tokenizer": str(tmp_path / "other"), "cache": str(tmp_path / "corpora"),
-    }  # fmt: skip
+    data = of_another_tokenizer(tmp_path)
     name = str(tmp_path / "mine")
     if where == "on the hub":
         name, known, build = "someone/mine", {"someone/mine": name}, elastic.build_text
