@@ -10,13 +10,15 @@ each preset changes; they override the top as a second -c would. A preset with `
 overrides the preset of that name.
 """
 
+import inspect
+import operator
 import sys
 import warnings
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, reduce
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import lightning as L
 import torch
@@ -57,6 +59,24 @@ USAGE = (
 warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
 # this warning is about Lightning's code: a user can do nothing about it
 warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+
+
+def _integers_first(function: Callable) -> None:
+    """Have jsonargparse try int before float for each parameter that takes both.
+
+    It tries types in their order, but typing considers Union[int, float] and Union[float, int]
+    equal and may hand out either, depending on which libraries are installed. Floats first would
+    read `trainer.limit_train_batches: 1`, one batch, as 1.0, all of them.
+    """
+    annotations = inspect.unwrap(function).__annotations__
+    for name, hint in annotations.items():
+        kinds = get_args(hint)
+        if {int, float} <= set(kinds):
+            others = [kind for kind in kinds if kind not in (int, float)]
+            annotations[name] = reduce(operator.or_, [int, float, *others])
+
+
+_integers_first(L.Trainer.__init__)
 
 
 class Parser(LightningArgumentParser):

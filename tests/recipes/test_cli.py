@@ -1,6 +1,8 @@
 """The command line: what the YAML says is what runs, and a slip in it is named."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -330,3 +332,21 @@ def test_parse_builds_nothing_and_takes_overrides():
     config = parse(BASE, overrides=["--data.init_args.root=/nowhere", "--model.init_args.lr=0.25"])
     assert config.data.init_args.root == "/nowhere"
     assert config.model.init_args.lr == 0.25
+
+
+# what Lightning's annotations are where typing has Union[float, int] in its cache already
+FLOATS_FIRST = """
+import inspect, cpu_torchvision, lightning
+hints = inspect.unwrap(lightning.Trainer.__init__).__annotations__
+hints["limit_train_batches"] = float | int | None
+from recipes.cli import parse
+for value in ("1", "1.0", "0.5", "20"):
+    settings = parse({file!r}, "tiny", [f"--trainer.limit_train_batches={{value}}"])
+    print(settings.trainer.limit_train_batches)
+"""
+
+
+def test_one_batch_is_not_all_of_them_whatever_order_the_types_come_in():
+    code = FLOATS_FIRST.format(file=BASE)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", "1.0", "0.5", "20"]
