@@ -156,7 +156,7 @@ class Claim:
         test: a comparison, or several that all have to hold; None if this repository cannot test
             the claim.
         gate: a comparison, or several, that must be supported for the test to mean anything.
-        reason: why there is no test.
+        reason: why there is no test, or what else than computing time it may lack.
         preset: the only preset that it is judged at; "" if it can be judged at any.
         measured_on: what it is measured on, if not on the experiment's models and data.
     """
@@ -205,7 +205,8 @@ def judge(claim: Claim, table: pd.DataFrame) -> tuple[str, str, str]:
     compared = [test.difference(table) for test in tests]
     for test, one in zip(tests, compared, strict=True):
         if not one.n:
-            return NOT_JUDGED, "", left_out or f"{COMPUTE} not run here: {test.lacking(table)}"
+            not_run = f"{COMPUTE} not run here: {test.lacking(table)}"
+            return NOT_JUDGED, "", left_out or claim.reason or not_run
     if any(one.diverged for one in compared):
         return NOT_JUDGED, "", "a seed has diverged: its value is no finite number"
     words = [test.verdict(one) for test, one in zip(tests, compared, strict=True)]

@@ -236,7 +236,7 @@ def _refuse_other_sizes(model: Any, rows: list[str]) -> None:
         return
     given = set(model.model_args or {})
     if model.architecture in CONFIG_MAPPING:  # transformers ignores names that it does not know
-        config = CONFIG_MAPPING[model.architecture]()
+        config = CONFIG_MAPPING[model.architecture](bos_token_id=None, eos_token_id=None)
         given = {name for name in given if hasattr(config, name)}
     lacking = [name for name in SCALED if name not in given]
     if lacking:

@@ -189,6 +189,25 @@ def test_scores_of_perfect_outputs() -> None:
     assert ("METEOR" in scores) == (metrics.meteor_is_missing() is None)
 
 
+@pytest.mark.skipif(
+    metrics.meteor_is_missing() is not None, reason=str(metrics.meteor_is_missing())
+)
+@pytest.mark.parametrize(
+    ("output", "matches", "chunks"),
+    [("zeb quux blorf norg", 4, 1), ("zeb quux", 2, 1), ("zeb quux florp tark", 2, 1),
+     ("norg blorf quux zeb", 4, 4)],
+)  # fmt: skip
+def test_meteor_is_the_papers_formula(output: str, matches: int, chunks: int) -> None:
+    # words that no list of synonyms, stems or function words has; English parameters of METEOR 1.5
+    reference = "zeb quux blorf norg".split()
+    precision, recall = matches / len(output.split()), matches / len(reference)
+    mean = precision * recall / (0.85 * precision + 0.15 * recall)
+    perfect = matches == len(reference) and chunks == 1
+    penalty = 0.0 if perfect else 0.6 * (chunks / matches) ** 0.2
+    score = metrics.meteor([output.split()], [[reference]])
+    assert score == pytest.approx(mean * (1 - penalty))
+
+
 def test_meteor_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pycocoevalcap.meteor.meteor", None)
     assert "pip install --no-deps pycocoevalcap" in str(metrics.meteor_is_missing())

@@ -99,6 +99,9 @@ class TestVerdict:
         )  # fmt: skip
         without = claim(None, reason="needs ImageNet-21K")
         assert judge(without, table(a=[0.5])) == (NOT_JUDGED, "", "needs ImageNet-21K")
+        lacking = claim(A_B, reason="needs a Java program")
+        assert judge(lacking, table(a=[0.5])) == (NOT_JUDGED, "", "needs a Java program")
+        assert judge(lacking, table(a=[0.5, 0.5], b=[0.4, 0.3]))[0] != NOT_JUDGED
 
 
 class TestGate:
