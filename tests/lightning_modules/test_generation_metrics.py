@@ -199,7 +199,7 @@ def test_scores_of_perfect_outputs() -> None:
 )  # fmt: skip
 def test_meteor_is_the_papers_formula(output: str, matches: int, chunks: int) -> None:
     # words that no list of synonyms, stems or function words has; English parameters of METEOR 1.5
-    reference = "zeb quux blorf norg".split()
+    reference = ["zeb", "quux", "blorf", "norg"]
     precision, recall = matches / len(output.split()), matches / len(reference)
     mean = precision * recall / (0.85 * precision + 0.15 * recall)
     perfect = matches == len(reference) and chunks == 1
