@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from lightning_modules.matformer.nest import GRANULARITIES
 from recipes.claims import Claim, Comparison
@@ -236,7 +236,7 @@ def _refuse_other_sizes(model: Any, rows: list[str]) -> None:
         return
     given = set(model.model_args or {})
     if model.architecture in CONFIG_MAPPING:  # transformers ignores names that it does not know
-        config = CONFIG_MAPPING[model.architecture](bos_token_id=None, eos_token_id=None)
+        config = AutoConfig.for_model(model.architecture, bos_token_id=None, eos_token_id=None)
         given = {name for name in given if hasattr(config, name)}
     lacking = [name for name in SCALED if name not in given]
     if lacking:
