@@ -61,7 +61,8 @@ class TextTuning(FineTuning):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the padding token too, which the model may have from the DataModule."""
         super().on_save_checkpoint(checkpoint)
-        checkpoint["pad_token_id"] = self.tuned_model.config.pad_token_id  # type: ignore[union-attr]
+        config: Any = self.tuned_model.config
+        checkpoint["pad_token_id"] = config.pad_token_id
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the padding token: a loaded model may have no DataModule to give it.
@@ -70,5 +71,6 @@ class TextTuning(FineTuning):
             ValueError: see `FineTuning`.
         """
         super().on_load_checkpoint(checkpoint)
+        config: Any = self.tuned_model.config
         if "pad_token_id" in checkpoint:  # not in those of earlier versions
-            self.tuned_model.config.pad_token_id = checkpoint["pad_token_id"]  # type: ignore[union-attr]
+            config.pad_token_id = checkpoint["pad_token_id"]
