@@ -1,8 +1,8 @@
 """Instructions and responses in the form of Alpaca (Taori et al. 2023), for a language model.
 
-The official file is one JSON list of objects with the keys instruction, input (may be empty or
-missing) and output; a jsonl file has one such object on each line. Alpaca has no validation part,
-so a share of the examples is held out.
+The official file is one JSON list of objects with the keys instruction, input (may be empty, null
+or missing) and output; a jsonl file has one such object on each line. Alpaca has no validation
+part, so a share of the examples is held out.
 """
 
 import json
@@ -175,7 +175,8 @@ def _instruction(entry: Any, place: str) -> Instruction:
             f"{place}: this is a {type(entry).__name__}, expected an object with the keys "
             f"{', '.join(_KEYS)}: repair the entry."
         )
-    entry = {"input": "", **entry}
+    if entry.get("input") is None:
+        entry = {**entry, "input": ""}
     for key in _KEYS:
         if key not in entry:
             raise ValueError(

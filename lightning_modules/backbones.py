@@ -167,7 +167,8 @@ def build_text(
 def match_tokenizer(model: Any, trainer: Any) -> None:
     """Check the model's vocabulary against the DataModule's tokenizer, if the trainer has one.
 
-    A model without a padding token (GPT-2, which needs one as a classifier) gets the tokenizer's.
+    A model without a padding token (GPT-2, which needs one as a classifier) gets the tokenizer's,
+    and so does every decoder that classifies: it reads the last token that is no padding.
 
     Args:
         model: a transformers model; its configuration may get a `pad_token_id`.
@@ -183,8 +184,8 @@ def match_tokenizer(model: Any, trainer: Any) -> None:
             f"the tokenizer has {tokens} tokens and the model embeds {config.vocab_size}: set "
             "data.tokenizer to the model's own, or vocab_size in model.model_args and data alike"
         )
-    if config.pad_token_id is None:
-        config.pad_token_id = getattr(data, "pad_token_id", None)
+    if config.pad_token_id is None or hasattr(model, "score"):  # transformers' decoders name it so
+        config.pad_token_id = getattr(data, "pad_token_id", config.pad_token_id)
 
 
 def positions_of(model: Any) -> int | None:

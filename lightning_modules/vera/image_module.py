@@ -34,9 +34,10 @@ class ImageTuning(FineTuning):
         return build_vision(h.architecture, h.num_classes, h.model_args or {}, self.pretrained)
 
     def default_heads(self, model: nn.Module) -> list[str]:
-        """The classifier."""
-        classifier = model.get_classifier()  # type: ignore[operator]
-        return [name for name, part in model.named_modules() if part is classifier]
+        """The classifier, or both of a distilled model."""
+        found = model.get_classifier()  # type: ignore[operator]
+        classifiers = found if isinstance(found, tuple) else (found,)
+        return [name for name, part in model.named_modules() if part in classifiers]
 
     def build_scores(self) -> MetricCollection:
         """Accuracy, F1 and Matthews' correlation."""

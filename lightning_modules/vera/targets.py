@@ -128,9 +128,9 @@ def _matched(model: nn.Module, modules: Mapping[str, nn.Module], pattern: str) -
         ValueError: if one of them is linear, but of a type that VeRA does not know, or its weight
             is read without calling it.
     """
-    output, uncalled = _output_layer(model), uncalled_layers(model)
+    outputs, uncalled = _output_layers(model), uncalled_layers(model)
     if pattern == ALL:
-        matched = [name for name, module in modules.items() if module is not output]
+        matched = [name for name, module in modules.items() if module not in outputs]
     else:
         matched = [name for name in modules if _fits(name, pattern)]
     for name in matched:
@@ -173,12 +173,14 @@ def _some(rows: list[range]) -> str:
     return shown + (", …" if len(rows) > 2 else "")
 
 
-def _output_layer(model: nn.Module) -> nn.Module | None:
+def _output_layers(model: nn.Module) -> tuple[nn.Module | None, ...]:
+    """The output layer, none, or the two of timm's distilled models."""
     for getter in ("get_output_embeddings", "get_classifier"):
         method = getattr(model, getter, None)
         if callable(method):
-            return method()
-    return None
+            found = method()
+            return found if isinstance(found, tuple) else (found,)
+    return ()
 
 
 def query_and_value(model: nn.Module) -> list[str]:

@@ -57,3 +57,20 @@ class TextTuning(FineTuning):
         assert self.model is not None
         logits = self.model(**text_inputs(batch, self.model)).logits
         return logits.squeeze(-1) if self.hparams["num_classes"] == 1 else logits
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save the padding token too, which the model may have from the DataModule."""
+        super().on_save_checkpoint(checkpoint)
+        config: Any = self.tuned_model.config
+        checkpoint["pad_token_id"] = config.pad_token_id
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore the padding token: a loaded model may have no DataModule to give it.
+
+        Raises:
+            ValueError: see `FineTuning`.
+        """
+        super().on_load_checkpoint(checkpoint)
+        config: Any = self.tuned_model.config
+        if "pad_token_id" in checkpoint:  # not in those of earlier versions
+            config.pad_token_id = checkpoint["pad_token_id"]

@@ -398,7 +398,8 @@ def unlabelled_data(run: Run, kind: str) -> dict[str, Any]:
             "data.per_class": None,
         }
     arguments = run.parsed("text_finetune").data.init_args
-    text = TXT if Path(path).suffix.lower() == ".txt" else arguments.get("text", "sentence")
+    is_txt = Path(path).suffix.lower() == ".txt"
+    text = TXT if is_txt else arguments.get("text", "sentence")
     # TextData needs a column of labels, which adaptations do not use: the text serves as one
     return {
         "data": "datamodules.TextData",
@@ -407,4 +408,5 @@ def unlabelled_data(run: Run, kind: str) -> dict[str, Any]:
         "data.text": text,
         "data.label": text,
         "data.limit": None,
+        **({"data.pair": None} if is_txt else {}),  # it has one column, whatever the labelled has
     }

@@ -55,8 +55,9 @@ def test_json_and_jsonl_read_alike(tmp_path: Path) -> None:
     lines = "\n\n".join(json.dumps(each) for each in entries)
     (tmp_path / "a.jsonl").write_text(lines, encoding="utf-8")
     assert read_instructions(tmp_path / "a.jsonl") == expected
-    short = write(tmp_path, [{"instruction": "Add.", "output": "3"}])
-    assert read_instructions(short) == [Instruction(fill_template("Add."), "3")]
+    short = {"instruction": "Add.", "output": "3"}
+    without = write(tmp_path, [short, {**short, "input": None}])  # as pandas and datasets write it
+    assert read_instructions(without) == [Instruction(fill_template("Add."), "3")] * 2
 
 
 def test_only_the_response_and_its_end_count(data: InstructionData) -> None:

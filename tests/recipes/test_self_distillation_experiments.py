@@ -414,12 +414,13 @@ def test_your_own_texts_declare_what_they_need(scratch):
     config = BertConfig(vocab_size=len(vocabulary), **sizes)
     BertModel(config).save_pretrained("bert")  # as MiniLM, without a masked-LM head
     BertTokenizer(vocab=dict(zip(vocabulary, range(99), strict=False))).save_pretrained("bert")
-    rows = [f"the {words[i % 2]} {words[2 + i % 3]},{['yes', 'no'][i % 2]}\n" for i in range(40)]
-    Path("my.csv").write_text("said,what\n" + "".join(rows))
+    rows = [f"the {words[i % 2]},{words[2 + i % 3]},{['yes', 'no'][i % 2]}\n" for i in range(40)]
+    Path("my.csv").write_text("said,of,what\n" + "".join(rows))
     Path("texts.txt").write_text("a good film\nthe bad plot\n" * 10)
     command = [
         "--preset", "own", "--data.train", "my.csv", "--unlabelled", "texts.txt",
-        "--data.text=said", "--data.label=what", "--data.num_workers=0", "--data.batch_size=8",
+        "--data.text=said", "--data.pair=of", "--data.label=what",
+        "--data.num_workers=0", "--data.batch_size=8",
         "--model.architecture", str(scratch / "bert"), "--data.tokenizer", "bert",
         "--trainer.accelerator=cpu", "--adapt.trainer.max_epochs=1",
         "--finetune.trainer.max_epochs=2", "--rows", "further", "--decoder_steps", "3",

@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -84,9 +85,14 @@ def test_warmup_is_a_share_or_a_number_of_steps(warmup, steps):
             ("c_attn",),
         ),
         (ImageTuning(3, "vit_tiny_patch16_224", model_args=VIT, rank=4), ["head"], ("qkv",)),
+        (
+            ImageTuning(3, "deit_tiny_distilled_patch16_224", model_args=VIT, rank=4),
+            ["head", "head_dist"],
+            ("qkv",),
+        ),
         (LanguageTuning("gpt2", model_args=GPT2, rank=4), [], ("c_attn",)),
     ],
-    ids=["bert", "gpt2", "vit", "language"],
+    ids=["bert", "gpt2", "vit", "two heads", "language"],
 )
 def test_heads_and_targets_are_found(module, heads, adapted):
     module.configure_model()
@@ -270,6 +276,32 @@ def test_model_and_tokenizer_have_to_fit():
     assert logits.shape == (2, 2)
     [logits] = predict(TextTuning(2, "gpt2", model_args=GPT2, rank=2), Tokens(50))
     assert logits.shape == (2, 2)  # transformers wants a padding token for that
+
+
+class FakeData:
+    """Gives the vocabulary and the padding token, as a DataModule does."""
+
+    vocab_size, pad_token_id = 50, 0
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_a_decoder_reads_the_last_token_that_is_no_padding(kind, tmp_path):
+    """Of the data's padding, whatever its configuration says; from a checkpoint alone, too."""
+    sizes = {"opt": {"vocab_size": 50, "hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 32,
+                     "num_hidden_layers": 2, "num_attention_heads": 2}, "gpt2": GPT2}  # fmt: skip
+    module = TextTuning(2, kind, model_args=sizes[kind], rank=4)
+    module.trainer = SimpleNamespace(datamodule=FakeData())
+    module.configure_model()
+    module.trainer = None
+    content = {"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams)}
+    module.on_save_checkpoint(content)
+    torch.save({**content, "pytorch-lightning_version": L.__version__}, tmp_path / "one.ckpt")
+    loaded = TextTuning.load_from_checkpoint(tmp_path / "one.ckpt", weights_only=True)
+    ids = torch.tensor([[4, 5, 6, 7], [8, 9, 0, 0]])
+    batch = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    short = {name: value[1:, :2] for name, value in batch.items()}
+    for one in (module.eval(), loaded.eval()):
+        assert torch.allclose(one.predict_step(batch, 0)[1:], one.predict_step(short, 0))
 
 
 def test_the_arguments_of_another_method_are_refused():

@@ -462,9 +462,12 @@ def test_quantised_bases():
 def test_all_linear_leaves_the_head():
     with torch.device("meta"):
         model = gpt2(12, 1, 2, vocab_size=9)
+        distilled = timm.create_model("deit_tiny_distilled_patch16_224", depth=1)  # has two heads
     model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
     add_vera(model, 4, "all-linear")
     assert {n.rpartition(".")[2] for n in layers_of(model)} == {"c_attn", "c_proj", "c_fc"}
+    add_vera(distilled, 4, "all-linear")
+    assert {n.rpartition(".")[2] for n in layers_of(distilled)} == {"qkv", "proj", "fc1", "fc2"}
 
 
 @pytest.mark.parametrize(
