@@ -76,8 +76,14 @@ def _pairs(file: Path) -> list[tuple[str, str | list[str]]]:
     return [(row["image"], row["caption"]) for _, row in named_cells(file, header, rows)]
 
 
-def require_keys(file: Path, place: int, entry: Any, keys: Sequence[str]) -> None:
+def require_keys(file: Path | str, place: int, entry: Any, keys: Sequence[str]) -> None:
     """Raise an error if an entry of a json list lacks a key.
+
+    Args:
+        file: the list, as the message names it.
+        place: of the entry in the list.
+        entry: of the list.
+        keys: what it must have.
 
     Raises:
         ValueError: naming the file, the entry and what is expected.
