@@ -115,7 +115,8 @@ def visible_alignment(
         raise ValueError(
             f"{type(student).__name__} cannot leave tokens out: MaskAlign needs a timm ViT"
         )
-    prefix, patches = student.num_prefix_tokens, student.patch_embed.num_patches
+    embedding: Any = student.patch_embed
+    prefix, patches = student.num_prefix_tokens, embedding.num_patches
     visible_patches = max(1, round(VISIBLE * patches))
     order = torch.rand(len(images), patches, device=images.device).argsort(1)
     special = torch.arange(prefix, device=images.device).expand(len(images), -1)
