@@ -41,31 +41,42 @@ def read_captions(file: Path) -> list[Captioned]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: its format is not known, it has no images, or a row has more or fewer cells
-            than the header.
+        ValueError: its format is not known, it has no images, an entry is no image with a text, or
+            a row has more or fewer cells than the header.
     """
     captions: dict[str, list[str]] = {}
-    for image, caption in _pairs(file):
-        captions.setdefault(image, []).extend([caption] if isinstance(caption, str) else caption)
+    for image, texts in _pairs(file):
+        captions.setdefault(image, []).extend(texts)
     if not captions:
         raise ValueError(f"{file} has no captions, expected one image or more with a text.")
     return [Captioned(image, tuple(texts)) for image, texts in captions.items()]
 
 
-def _pairs(file: Path) -> list[tuple[str, str | list[str]]]:
+def _pairs(file: Path) -> list[tuple[str, tuple[str, ...]]]:
     if file.suffix == ".json":
-        entries = read_json(file)
-        for place, entry in enumerate(entries):
-            if not isinstance(entry, dict) or "image" not in entry or "caption" not in entry:
+        pairs = []
+        for place, entry in enumerate(read_list(file)):
+            image = entry.get("image") if isinstance(entry, dict) else None
+            if not isinstance(image, str) or entry.get("caption", []) == []:
                 raise ValueError(
                     f"{file}, entry {place} is {str(entry)[:60]!r}, expected one with an image and "
                     "a caption: a caption list without images cannot be paired."
                 )
-        return [(entry["image"], entry["caption"]) for entry in entries]
+            pairs.append((image, texts_of(entry["caption"], f"{file}, entry {place}: the caption")))
+        return pairs
     lines = open_lines(file)
     if "#0\t" in lines[0]:
-        parts = [line.partition("\t") for line in lines if line]
-        return [(name.rpartition("#")[0], caption) for name, _, caption in parts]
+        pairs = []
+        for number, line in enumerate(lines, start=1):
+            name, tab, caption = line.partition("\t")
+            image, _, _ = name.rpartition("#")
+            if line and not (image and tab):
+                raise ValueError(
+                    f"{file}, line {number} is {line[:60]!r}, expected an image's name, #, a "
+                    "number, a tab and a caption: repair the line."
+                )
+            pairs += [(image, (caption,))] if line else []
+        return pairs
     (_, header), *rows = csv_cells(lines)
     if not {"image", "caption"} <= set(header):
         raise ValueError(
@@ -73,11 +84,48 @@ def _pairs(file: Path) -> list[tuple[str, str | list[str]]]:
             "caption list without images cannot be paired."
         )
     # a caption with a comma but without quotation marks makes a row too long
-    return [(row["image"], row["caption"]) for _, row in named_cells(file, header, rows)]
+    return [(row["image"], (row["caption"],)) for _, row in named_cells(file, header, rows)]
 
 
-def require_keys(file: Path, place: int, entry: Any, keys: Sequence[str]) -> None:
+def read_list(file: Path) -> list[Any]:
+    """The entries of a json list.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no json, or no list.
+    """
+    content = read_json(file)
+    if not isinstance(content, list):
+        raise ValueError(
+            f"{file} holds no list but {str(content)[:60]!r}: give a list with an entry for each "
+            "image or text."
+        )
+    return content
+
+
+def texts_of(value: Any, what: str) -> tuple[str, ...]:
+    """The texts of an entry, which may be one text or a list of them.
+
+    Raises:
+        ValueError: it is neither; `what` begins the message.
+    """
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(
+            f"{what} is {str(value)[:60]}, expected a text or a list of texts: correct or remove "
+            "the entry."
+        )
+    return tuple(texts)
+
+
+def require_keys(file: Path | str, place: int, entry: Any, keys: Sequence[str]) -> None:
     """Raise an error if an entry of a json list lacks a key.
+
+    Args:
+        file: the list, as the message names it.
+        place: of the entry in the list.
+        entry: of the list.
+        keys: what it must have.
 
     Raises:
         ValueError: naming the file, the entry and what is expected.

@@ -21,6 +21,7 @@ from torch.utils.data import Dataset, default_collate
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
+from datamodules.captions import require_keys
 from datamodules.images import read_image
 from datamodules.scenes import SHAPES, SceneData, Square, draw_shape
 from datamodules.tables import read_json
@@ -31,6 +32,7 @@ class Annotated(NamedTuple):
 
     Attributes:
         file: path of the image.
+        size: its height and width, as the annotations say.
         boxes: (n, 4), corners (x1, y1, x2, y2) in pixels.
         labels: (n,), classes.
         crowd: (n,), 1 for a crowd.
@@ -39,6 +41,7 @@ class Annotated(NamedTuple):
     """
 
     file: Path
+    size: tuple[int, int]
     boxes: Tensor
     labels: Tensor
     crowd: Tensor
@@ -56,9 +59,19 @@ class DetectionSet(Dataset):
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Any], int]:
-        file, boxes, labels, crowd, area, shapes = self.images[index]
+        """The sample.
+
+        Raises:
+            ValueError: the image is not of the size that the annotations say.
+        """
+        file, size, boxes, labels, crowd, area, shapes = self.images[index]
         image = read_image(file)
         height, width = image.height, image.width
+        if size != (height, width):
+            raise ValueError(
+                f"{file} is of height {height} and width {width}, and its annotations of height "
+                f"{size[0]} and width {size[1]}: give the images that were annotated."
+            )
         single = crowd == 0
         parts = [
             tv_tensors.Image(v2.functional.pil_to_tensor(image)),
@@ -161,6 +174,12 @@ class DetectionData(SceneData):
 
 # Reading.
 
+KEYS = {  # what is read of each entry, but for what annotations may leave out
+    "images": ["id", "file_name", "height", "width"],
+    "annotations": ["image_id", "category_id", "bbox"],
+    "categories": ["id", "name"],
+}
+
 
 def read_coco(folder: Path, part: str) -> tuple[list[str], list[Annotated]]:
     """The class names and the images of a part, in the order of their numbers.
@@ -174,7 +193,7 @@ def read_coco(folder: Path, part: str) -> tuple[list[str], list[Annotated]]:
 
     Raises:
         FileNotFoundError: the annotations or an image are missing.
-        ValueError: the file does not have COCO's format.
+        ValueError: the file does not have COCO's format, or an entry lacks what is read of it.
     """
     path = folder / "annotations" / f"instances_{part}.json"
     if not path.is_file():
@@ -187,6 +206,9 @@ def read_coco(folder: Path, part: str) -> tuple[list[str], list[Annotated]]:
         raise ValueError(
             f"{path} lacks images, annotations or categories: expected a file instances_*.json."
         )
+    for table, keys in KEYS.items():
+        for place, entry in enumerate(content[table]):
+            require_keys(f"{path}, {table}", place, entry, keys)
     categories = sorted(content["categories"], key=lambda category: category["id"])
     classes = {category["id"]: place for place, category in enumerate(categories)}
     found: dict[int, list[dict]] = {image["id"]: [] for image in content["images"]}
@@ -195,7 +217,7 @@ def read_coco(folder: Path, part: str) -> tuple[list[str], list[Annotated]]:
         if image not in found or category not in classes:
             what = f"image {image}" if image not in found else f"category {category}"
             raise ValueError(
-                f"{path}: annotation {annotation['id']} is of {what}, which the file does not "
+                f"{path}: annotation {annotation.get('id')} is of {what}, which the file does not "
                 "list: repair or remove it."
             )
         found[image].append(annotation)
@@ -214,6 +236,7 @@ def read_coco(folder: Path, part: str) -> tuple[list[str], list[Annotated]]:
         images.append(
             Annotated(
                 file,
+                (image["height"], image["width"]),
                 torch.tensor([row[:4] for row in rows], dtype=torch.float32).reshape(-1, 4),
                 torch.tensor([classes[row[4]["category_id"]] for row in rows], dtype=torch.int64),
                 torch.tensor([row[4].get("iscrowd", 0) for row in rows], dtype=torch.int64),

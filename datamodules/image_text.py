@@ -13,7 +13,13 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from datamodules.captions import BadImages, Captioned, plain, read_captions, read_picture, usable
-from datamodules.loading import PartsData, data_folder, hold_out, require_choice
+from datamodules.loading import (
+    PartsData,
+    data_folder,
+    hold_out,
+    require_choice,
+    require_share,
+)
 from datamodules.shapes import write
 from datamodules.tables import read_table
 from datamodules.tokens import filling, load_tokenizer, pad, tokenizer_from, tokenizer_state
@@ -211,13 +217,17 @@ class CaptionData(ImageTextData):
 
     Args:
         val_fraction: share of the images for the test part, and of the others for validation, if
-            the data have no splits.
+            the data have no splits; at least one image of each.
         limit: use only this many images of the training part, the first ones; all when None.
         **kwargs: see `ImageTextData`.
+
+    Raises:
+        ValueError: val_fraction is no share from 0 to below 1.
     """
 
     def __init__(self, val_fraction: float = 0.1, limit: int | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        require_share(val_fraction, "0.1")
         self.val_fraction, self.limit = val_fraction, limit
 
     def read(self, part: str) -> list[Captioned]:
@@ -239,6 +249,11 @@ class CaptionData(ImageTextData):
         entries = read_captions(file)
         splits = self.folder / "splits.csv"
         if not splits.is_file():
+            if len(entries) < 3:
+                raise ValueError(
+                    f"{file} names {len(entries)} images, expected three or more: one at least "
+                    f"for each part; add some, or say in {splits.name} which part each is of."
+                )
             self._drawn = True
             others, test = hold_out(entries, self.val_fraction, self.seed)
             train, val = hold_out(others, self.val_fraction, self.seed)

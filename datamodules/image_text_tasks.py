@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from datamodules.captions import plain, require_keys
+from datamodules.captions import plain, read_list, require_keys, texts_of
 from datamodules.image_text import ImageTextData
 from datamodules.tables import json_lines, read_json
 
@@ -44,16 +44,20 @@ class EntailmentData(ImageTextData):
         judged = []
         for file in self.list_files(part, default):
             lines = file.suffix == ".jsonl"
-            entries = [entry for _, entry in json_lines(file)] if lines else read_json(file)
+            entries = [entry for _, entry in json_lines(file)] if lines else read_list(file)
             # the label "-" means that the annotators did not agree
-            agreed = (entry for entry in entries if entry.get("gold_label") != "-")
-            judged += [self._judged(file, entry) for entry in agreed]
+            judged += [
+                self._judged(file, entry)
+                for entry in entries
+                if not (isinstance(entry, dict) and entry.get("gold_label") == "-")
+            ]
         return judged
 
-    def _judged(self, file: Path, entry: dict[str, Any]) -> Judged:
-        image = str(entry.get("image", entry.get("Flickr30K_ID")))
-        text = entry.get("sentence", entry.get("sentence2"))
-        label = entry.get("label", entry.get("gold_label"))
+    def _judged(self, file: Path, entry: Any) -> Judged:
+        fields = entry if isinstance(entry, dict) else {}
+        image = str(fields.get("image", fields.get("Flickr30K_ID")))
+        text = fields.get("sentence", fields.get("sentence2"))
+        label = fields.get("label", fields.get("gold_label"))
         if label not in RELATIONS or not isinstance(text, str):
             raise ValueError(
                 f"{file} has the entry {str(entry)[:80]!r}, expected a sentence and a label of "
@@ -151,17 +155,22 @@ class VQAData(ImageTextData):
     def read(self, part: str) -> list[Asked]:
         entries = []
         for file in self.list_files(part, f"vqa_{part}.json"):
-            for place, entry in enumerate(read_json(file)):
+            for place, entry in enumerate(read_list(file)):
                 require_keys(file, place, entry, ["image", "question"])
-                answers = entry.get("answer", [])
-                answers = (answers,) if isinstance(answers, str) else tuple(answers)
+                question = entry["question"]
+                if not isinstance(question, str):
+                    raise ValueError(
+                        f"{file}, entry {place}: the question is {question!r}, expected a text: "
+                        "correct or remove the entry."
+                    )
+                answers = texts_of(entry.get("answer", []), f"{file}, entry {place}: the answer")
                 if part == "train" and not answers:
                     raise ValueError(
                         f"{file}, entry {place}, has no answer, expected one or more to learn "
                         "from: remove it, or give the file to another part."
                     )
                 number = int(entry.get("question_id", place))
-                entries.append(Asked(entry["image"], entry["question"], number, answers))
+                entries.append(Asked(entry["image"], question, number, answers))
         return entries
 
     def samples(self, part: str) -> Dataset:

@@ -48,25 +48,35 @@ class Splits(NamedTuple):
 
 
 def read_image(path: str | Path) -> Image.Image:
-    """The image in the file, as RGB whatever its mode (greyscale, palette, RGBA, CMYK).
+    """The image in the file, as RGB; see `in_rgb`.
+
+    Raises:
+        OSError: the file is missing, truncated or no image, has more pixels than Pillow opens, or
+            is of a mode that `in_rgb` refuses.
+    """
+    try:
+        with Image.open(path) as image:
+            return in_rgb(image)
+    # Pillow's plugins raise all of these
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise OSError(
+            f"{path} cannot be read as an image ({error}): replace or remove it."
+        ) from error
+
+
+def in_rgb(image: Image.Image) -> Image.Image:
+    """The image as RGB, whatever its mode (greyscale, palette, RGBA, CMYK).
 
     Greyscale images of 16 bits are reduced to their upper eight bits.
 
     Raises:
-        OSError: the file is missing, truncated or no image, or has 32 bits per pixel, whose range
-            is not known.
+        ValueError: the image has 32 bits per pixel, whose range is not known.
     """
-    try:
-        with Image.open(path) as image:
-            if image.mode.startswith("I;16"):
-                return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
-            if image.mode in ("I", "F"):
-                raise ValueError(f"its mode {image.mode} does not define the value of white")
-            return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError) as error:  # PIL's plugins raise all three
-        raise OSError(
-            f"{path} cannot be read as an image ({error}): replace or remove it."
-        ) from error
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise ValueError(f"its mode {image.mode} does not define the value of white")
+    return image.convert("RGB")
 
 
 class ImageSet(Dataset):

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from lightning_modules import apet, vera
 from lightning_modules.counting import count_parameters
 from lightning_modules.pela.layers import low_rank_layers
+from lightning_modules.pela.tome import MergingBlock
 
 FORMAT = 3
 LOADER = '''"""Loads the model of this folder; needs {library} and safetensors."""
@@ -95,11 +96,16 @@ class Submodel:
 
 
 def mergeable(model: nn.Module) -> bool:
-    """Whether `plain` can merge what was trained: no adapters, prompts or biases were inserted."""
+    """Whether a folder can hold what was trained: no adapters, prompts or biases were inserted.
+
+    Nor may the blocks merge tokens, which no folder would tell timm.
+    """
     parts: list[Any] = [part for part in model.modules() if hasattr(part, "apet")]
     placements = [part.apet.placement for part in parts]
     apart = any(one.plug or one.prompt or one.bias for one in placements)
-    return not apart and not any(hasattr(part, "adapter") for part in model.modules())
+    return not apart and not any(
+        hasattr(part, "adapter") or isinstance(part, MergingBlock) for part in model.modules()
+    )
 
 
 def plain(model: nn.Module) -> nn.Module:
@@ -152,8 +158,9 @@ def save(
         The folder.
 
     Raises:
-        ValueError: before anything is written, if the model is of neither library or holds
-            parameters that its library does not know, or there are not as many names as classes.
+        ValueError: before anything is written, if the model is of neither library, holds
+            parameters that its library does not know or merges tokens, or there are not as many
+            names as classes.
     """
     submodel = submodel or Submodel(model)
     library = "transformers" if isinstance(model, transformers.PreTrainedModel) else "timm"
@@ -213,7 +220,16 @@ def _build(model: Any, **changes: Any) -> nn.Module:
 
 
 def _refuse_unknown(model: nn.Module, dense: nn.Module) -> None:
-    """Refuse a model with tensors that are neither the library's nor a low-rank layer's."""
+    """Refuse a model with tensors that are neither the library's nor a low-rank layer's.
+
+    Also one whose blocks merge tokens: its tensors are the library's, and its outputs are not.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, MergingBlock):
+            raise ValueError(
+                f"{name} merges tokens, which a model of timm does not: export the classifier with "
+                "--to pt2 (or to_program), which keeps it"
+            )
     known = dense.state_dict().keys()
     pairs = tuple(f"{name}.{part}." for name in low_rank_layers(model) for part in "uv")
     for name in model.state_dict():

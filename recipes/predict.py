@@ -32,7 +32,7 @@ from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from datamodules.image_folders import all_images
-from datamodules.images import ImageData, read_image
+from datamodules.images import ImageData, in_rgb, read_image
 from datamodules.loading import IGNORED
 from datamodules.tables import TXT, read_table
 from datamodules.text import Example, SentenceSet
@@ -127,6 +127,7 @@ class Predictor:
 
         Raises:
             OSError: if a file is no image that can be read.
+            ValueError: if a PIL image has 32 bits per pixel.
         """
         answer: dict[str, Callable[[Any], list[Prediction]]] = {
             "images": self._images,
@@ -141,7 +142,7 @@ class Predictor:
     def _images(self, images: Sequence[str | Path | Image.Image]) -> list[Prediction]:
         transform = ImageData(**self.description["transform"]).eval_transform()
         opened = [
-            image.convert("RGB") if isinstance(image, Image.Image) else read_image(image)
+            in_rgb(image) if isinstance(image, Image.Image) else read_image(image)
             for image in images
         ]
         tensors = torch.stack([transform(image) for image in opened]).to(self.device)
@@ -261,7 +262,9 @@ def read_inputs(
         if description["kind"] == "images":
             lines = sys.stdin.read().split("\n") if path == "-" else [path]
             files = [file for line in lines if line.strip() for file in _image_files(line.strip())]
-            inputs += [(file, file) for file in files]
+            # a name that is not UTF-8 could not be written to a table
+            names = [os.fsencode(file).decode(errors="backslashreplace") for file in files]
+            inputs += zip(names, files, strict=True)
         elif path == "-":
             inputs += [(line, line) for line in sys.stdin.read().split("\n") if line.strip()]
         else:

@@ -5,8 +5,10 @@ L_fd in PELA's Eq. 7 (arXiv 2310.10700).
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -72,7 +74,8 @@ def maskalign(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[T
         The student's logits (B, classes) on the full images, and the loss, computed in float32.
 
     Raises:
-        ValueError: if tokens cannot be left out of the model, as in Swin with its windows.
+        ValueError: if tokens cannot be left out of the model, as in Swin with its windows and in
+            EVA with its rotary positions.
     """
     logits = student(images)
     return logits, visible_alignment(student, teacher, images, student, teacher)
@@ -105,14 +108,15 @@ def visible_alignment(
         A scalar, computed in float32.
 
     Raises:
-        ValueError: if tokens cannot be left out of the model, as in Swin with its windows.
+        ValueError: if tokens cannot be left out of the model, as in Swin with its windows and in
+            EVA with its rotary positions.
     """
-    blocks, prefix = getattr(student, "blocks", None), getattr(student, "num_prefix_tokens", None)
-    if blocks is None or prefix is None:
+    if not isinstance(student, VisionTransformer):
         raise ValueError(
             f"{type(student).__name__} cannot leave tokens out: MaskAlign needs a timm ViT"
         )
-    patches: int = student.patch_embed.num_patches  # type: ignore[union-attr, assignment]
+    embedding: Any = student.patch_embed
+    prefix, patches = student.num_prefix_tokens, embedding.num_patches
     visible_patches = max(1, round(VISIBLE * patches))
     order = torch.rand(len(images), patches, device=images.device).argsort(1)
     special = torch.arange(prefix, device=images.device).expand(len(images), -1)
@@ -121,7 +125,7 @@ def visible_alignment(
     def take(tokens: Tensor) -> Tensor:
         return tokens.gather(1, visible[..., None].expand(-1, -1, tokens.shape[-1]))
 
-    handle = blocks.register_forward_pre_hook(lambda _, inputs: (take(inputs[0]),))
+    handle = student.blocks.register_forward_pre_hook(lambda _, inputs: (take(inputs[0]),))
     try:
         with Features(student) as of_student, Features(teacher) as of_teacher:
             encode_student(images)
@@ -145,7 +149,7 @@ def lillama(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[Ten
     from one block to another. The means are over channels, tokens and images.
 
     Args:
-        student: a low-rank timm model whose blocks take one tensor.
+        student: a low-rank timm model whose blocks take tokens (B, …, C) first.
         teacher: the dense one.
         images: (B, 3, H, W).
 
@@ -157,15 +161,15 @@ def lillama(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[Ten
         ValueError: if the model has no blocks with known names.
     """
     names = feature_layers(student, "blocks")
-    teacher_inputs: list[Tensor] = []
+    teacher_inputs: list[tuple[Any, Any]] = []  # EVA's blocks take rotary positions, too
     hooks = [
         teacher.get_submodule(name).register_forward_pre_hook(
-            lambda _, x: teacher_inputs.append(x[0])
+            lambda _, *inputs: teacher_inputs.append(inputs), with_kwargs=True
         )
         for name in names
     ]
     hooks += [
-        student.get_submodule(name).register_forward_pre_hook(lambda _, x: (x[0].detach(),))
+        student.get_submodule(name).register_forward_pre_hook(lambda _, x: (x[0].detach(), *x[1:]))
         for name in names
     ]
     try:
@@ -175,7 +179,8 @@ def lillama(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[Ten
                 teacher(images)
             from_student, targets = of_student.take(), of_teacher.take()
         from_teacher = [
-            student.get_submodule(name)(x) for name, x in zip(names, teacher_inputs, strict=True)
+            student.get_submodule(name)(*inputs, **named)
+            for name, (inputs, named) in zip(names, teacher_inputs, strict=True)
         ]
     finally:
         for hook in hooks:

@@ -182,6 +182,26 @@ def test_what_is_wrong_is_named(folder, tmp_path):
         DetectionData(source="web")
 
 
+def test_entries_without_what_they_need_are_named(folder, tmp_path):
+    for table, key in (("images", "width"), ("annotations", "bbox"), ("categories", "name")):
+        path = edited(folder, tmp_path) / "annotations" / "instances_val2017.json"
+        content = json.loads(path.read_text())
+        del content[table][0][key]
+        path.write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=rf"{table}, entry 0 is .* expected one with .*{key}"):
+            read_coco(tmp_path, "val2017")
+
+
+def test_pictures_of_another_size_than_was_annotated_are_named(folder, tmp_path):
+    copy = edited(folder, tmp_path)
+    (copy / "val2017").unlink()
+    (copy / "val2017").mkdir()
+    for file in (folder / "val2017").glob("*.jpg"):
+        Image.open(file).reduce(2).save(copy / "val2017" / file.name)
+    with pytest.raises(ValueError, match=r"0001.jpg is of height \d+ .*, and its annotations of"):
+        data(copy).samples("val")[0]
+
+
 def test_annotations_may_leave_the_area_out(folder, tmp_path):
     assert area_of({"bbox": [3, 4, 5, 6]}) == 30
     assert area_of({"bbox": [3, 4, 5, 6], "area": 7.5}) == 7.5

@@ -235,6 +235,45 @@ def test_entries_without_what_they_need(folder, tmp_path):
         data.entries("train")
 
 
+CAPTION, QUESTION = {"image": "a", "caption": "x"}, {"image": "a", "question": "x", "answer": "y"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "said"),
+    [
+        (CaptionData, [CAPTION | {"caption": None}], "entry 0: the caption is None, expected a"),
+        (CaptionData, [CAPTION | {"caption": ["x", 3]}], "is .'x', 3., expected a text or a list"),
+        (CaptionData, [CAPTION | {"caption": []}], "entry 0 .* expected one with an image and"),
+        (CaptionData, [CAPTION | {"image": 7}], "entry 0 .* expected one with an image and"),
+        (CaptionData, {"images": []}, "holds no list but"),
+        (VQAData, [QUESTION | {"answer": 3}], "entry 0: the answer is 3, expected a text"),
+        (VQAData, [QUESTION | {"question": 5}], "entry 0: the question is 5, expected a text"),
+        (VQAData, 5, "holds no list but '5'"),
+        (EntailmentData, ["x"], "has the entry 'x', expected a sentence and a label"),
+        (EntailmentData, {"a": 1}, "holds no list but"),
+    ],
+)
+def test_what_is_no_text_is_named(kind, content, said, folder, tmp_path):
+    (tmp_path / "list.json").write_text(json.dumps(content))
+    data = kind(root=str(folder), files={"train": [str(tmp_path / "list.json")]})
+    with pytest.raises(ValueError, match=f"list.json.*{said}"):
+        data.read("train")
+
+
+def test_a_line_without_a_picture_is_named(tmp_path):
+    (tmp_path / "captions.txt").write_text("a.jpg#0\ta dog\n\nb.jpg\ta cat\n")
+    with pytest.raises(ValueError, match=r"captions.txt, line 3 is 'b.jpg.ta cat', expected"):
+        CaptionData(root=str(tmp_path)).read("train")
+
+
+def test_too_few_pictures_for_three_parts_are_said(tmp_path):
+    (tmp_path / "captions.csv").write_text("image,caption\na.jpg,a dog\nb.jpg,a cat\n")
+    with pytest.raises(ValueError, match="captions.csv names 2 images, expected three or more"):
+        CaptionData(root=str(tmp_path)).read("train")
+    with pytest.raises(ValueError, match="val_fraction is 5, expected a share from 0 to below 1"):
+        CaptionData(root=str(tmp_path), val_fraction=5)
+
+
 def test_lists_that_cannot_be_used(folder, tmp_path):
     (tmp_path / "captions.csv").write_text("caption,split\na dog,train\n")
     data = CaptionData(root=str(tmp_path))

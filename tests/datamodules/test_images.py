@@ -89,6 +89,14 @@ def test_a_broken_file_is_named(folders):
         read_image(folders / "absent.png")
 
 
+def test_an_image_of_too_many_pixels_is_named(tmp_path, monkeypatch):
+    """Pillow's own error for it is none of the usual three."""
+    draw(tmp_path / "poster.png", size=(30, 20))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(OSError, match=r"poster.png cannot be read .*\(Image size \(600 pixels\)"):
+        read_image(tmp_path / "poster.png")
+
+
 # Folders.
 
 

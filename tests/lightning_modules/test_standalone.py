@@ -11,6 +11,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 from lightning_modules.apet import insert
 from lightning_modules.pela import factorize
+from lightning_modules.pela.tome import add_tome
 from lightning_modules.standalone import mergeable, plain, save
 from lightning_modules.tuning import tune
 from lightning_modules.vera import add_vera
@@ -104,6 +105,7 @@ def test_it_is_known_what_can_be_merged(operations):
             plain(model)
     else:
         plain(model)
+    assert not mergeable(torch.nn.ModuleList([add_tome(vit(), 1)]))
 
 
 def test_nothing_of_an_earlier_model_stays(tmp_path):
@@ -117,4 +119,6 @@ def test_what_is_not_plain_is_refused_before_anything_is_written(tmp_path):
         save(add_vera(vit(), 4, "attn.proj"), tmp_path / "a")
     with pytest.raises(ValueError, match="neither a timm nor a transformers model"):
         save(torch.nn.Linear(2, 2), tmp_path / "a")
+    with pytest.raises(ValueError, match="blocks.0 merges tokens, .* --to pt2"):
+        save(add_tome(vit(), 1), tmp_path / "a")
     assert not (tmp_path / "a").exists()

@@ -147,6 +147,21 @@ class TestImages:
         assert [one.label for one in predictions] == ["red", "blue", "green", "red", "blue"]
         assert all(len(one.top) == 2 for one in predictions)
 
+    def test_an_opened_picture_is_read_as_its_file_is(self, pictures, tmp_path):
+        pixels = np.random.default_rng(0).integers(0, 2**16, (20, 24), np.uint16)
+        Image.fromarray(pixels).save(tmp_path / "deep.png")
+        predictor = Predictor(pictures / "run" / "last.ckpt", device="cpu")
+        of_file, opened = predictor([tmp_path / "deep.png", Image.open(tmp_path / "deep.png")])
+        assert of_file == opened
+
+    def test_names_that_are_not_utf8_are_written_all_the_same(self, pictures, tmp_path):
+        picture("red", 5).save(tmp_path / "caf.png")
+        os.rename(tmp_path / "caf.png", os.fsencode(tmp_path) + b"/caf\xe9.png")
+        command = ["--ckpt_path", str(pictures / "run" / "last.ckpt"), "--out", str(tmp_path)]
+        main([*command, str(tmp_path)])
+        [row] = pd.read_csv(tmp_path / "predictions.csv").itertuples()
+        assert Path(row.input).name == "caf\\xe9.png" and row.prediction == "red"
+
     def test_a_named_granularity_is_the_extracted_model(self, pictures):
         checkpoint = pictures / "run" / "last.ckpt"
         image = picture("red", 300)

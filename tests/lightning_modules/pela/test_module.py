@@ -22,6 +22,7 @@ from lightning_modules.pela import (
     plan_of,
     plan_uniform,
 )
+from lightning_modules.pela.baselines import lillama, maskalign
 from lightning_modules.pela.layers import low_rank_layers
 from lightning_modules.standalone import save
 
@@ -288,6 +289,27 @@ def test_maskalign_needs_tokens_that_can_be_left_out(dense):
     module = build(dense, "swin", Distillation, method="maskalign")
     with pytest.raises(ValueError, match="SwinTransformer cannot leave tokens out"):
         module.training_step(batch("swin"), 0)
+
+
+def eva():
+    """EVA-02, whose blocks take their rotary positions beside the tokens."""
+    torch.manual_seed(0)
+    small = {"img_size": 28, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": CLASSES}
+    model = timm.create_model("eva02_tiny_patch14_224", **small).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+def test_maskalign_is_for_models_that_call_their_blocks_one_after_another():
+    with pytest.raises(ValueError, match="Eva cannot leave tokens out: MaskAlign needs a timm ViT"):
+        maskalign(eva(), eva(), torch.randn(2, 3, 28, 28))
+
+
+def test_lillama_calls_blocks_with_all_that_the_model_gives_them():
+    """A student equal to its teacher is as near as can be: log(1 + 1/e) for every term."""
+    _, distance = lillama(eva(), eva(), torch.randn(2, 3, 28, 28))
+    assert distance.item() == pytest.approx(4 * math.log1p(math.exp(-1)), rel=1e-5)
 
 
 def test_the_student_is_the_librarys(dense):
