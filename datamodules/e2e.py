@@ -75,6 +75,15 @@ class E2EData(PromptedData):
         self.root, self.source, self.format = root, source, format
 
     def load(self, part: str) -> list[Row]:
+        rows = self._read(part)
+        if part != "predict" and any(row.ref is None for row in rows):
+            raise ValueError(
+                f"the {part} part of E2E has meaning representations without texts, as the "
+                "official testset.csv has them: give a file with the columns mr and ref."
+            )
+        return rows
+
+    def _read(self, part: str) -> list[Row]:
         name = _FILES[self.format]["test" if part == "predict" else part]
         if self.source == "generated":
             with tempfile.TemporaryDirectory() as scratch:

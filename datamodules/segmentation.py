@@ -51,15 +51,22 @@ class SegmentationSet(Dataset):
         return image.as_subclass(Tensor), labels.as_subclass(Tensor).long()
 
     def read(self, index: int) -> tuple[Image.Image, Tensor]:
-        """The image and its labels (H, W), int16, at their original size.
+        """The image and its labels (H, W), int32, at their original size.
 
         Raises:
+            OSError: an image cannot be read.
             ValueError: a label is above the number of classes, or the sizes differ.
         """
         image_file, label_file = self.pairs[index]
         image = read_image(image_file)
-        with Image.open(label_file) as file:
-            labels = torch.from_numpy(np.array(file, dtype=np.int16))
+        try:
+            with Image.open(label_file) as file:
+                labels = torch.from_numpy(np.array(file, dtype=np.int32))
+        except (OSError, SyntaxError, ValueError) as error:
+            raise OSError(
+                f"{label_file} cannot be read as labels ({error}): replace it, or remove it with "
+                "its image."
+            ) from error
         if labels.shape != (image.height, image.width):
             raise ValueError(
                 f"{label_file} is of shape {tuple(labels.shape)} and its image of height "
@@ -181,7 +188,8 @@ def list_pairs(folder: Path, part: str) -> list[tuple[Path, Path]]:
     Raises:
         FileNotFoundError: there are no images, or one has no annotation.
     """
-    images = sorted((folder / "images" / part).glob("*.jpg"))
+    files = (folder / "images" / part).glob("*")
+    images = sorted(file for file in files if file.suffix.lower() == ".jpg")
     if not images:
         raise FileNotFoundError(
             f"{folder / 'images' / part} has no .jpg files, expected ADE20K's images there: set "

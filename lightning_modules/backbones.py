@@ -188,6 +188,13 @@ def match_tokenizer(model: Any, trainer: Any) -> None:
         config.pad_token_id = getattr(data, "pad_token_id", config.pad_token_id)
 
 
+def classifier_names(model: Any) -> list[str]:
+    """The names of a timm model's classifier, or of both of a distilled one."""
+    found = model.get_classifier()
+    classifiers = found if isinstance(found, tuple) else (found,)
+    return [name for name, part in model.named_modules() if part in classifiers]
+
+
 def positions_of(model: Any) -> int | None:
     """How many tokens a transformers model has positions for; None without a limit.
 

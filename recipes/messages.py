@@ -44,7 +44,10 @@ def sentence(error: BaseException) -> str | None:
     expected = (ValueError, OSError, MisconfigurationException, ExperimentFailed)
     reason = str(error)
     if isinstance(error, AssertionError) and WRONG_SIZE in reason:
-        return f"{reason} Set data.image_size to the model's, or img_size in model.model_args."
+        return (
+            f"{reason} Set data.image_size to the model's, or img_size in model.model_args (of "
+            "ALBEF: image_size in model.sizes)."
+        )
     if not isinstance(error, expected):
         return None
     # an error in a DataLoader's worker contains that worker's whole traceback

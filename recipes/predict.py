@@ -236,7 +236,8 @@ def described(checkpoint: str | Path) -> tuple[dict[str, Any], type[L.LightningM
             return state["description"], module
     raise ValueError(
         f"{checkpoint} does not say what it was trained on: expected a checkpoint of a classifier "
-        "or a language model that an experiment or `python -m recipes fit` wrote"
+        "or a language model that an experiment or `python -m recipes fit` wrote; models of "
+        "detection and segmentation are only scored, by `python -m recipes test`"
     )
 
 

@@ -155,14 +155,32 @@ class AlbefModule(Evaluation, L.LightningModule):
         """Keep m for an optimizer step: the momentum model is updated with every batch of it.
 
         Raises:
-            ValueError: the weights are of 16 bits, in which the momentum model would stand still.
+            ValueError: the weights are of 16 bits, in which the momentum model would stand still,
+                or the data's tokens are not those of the model.
         """
         if self.trainer.precision in ("bf16-true", "16-true"):
             raise ValueError(
                 f"trainer.precision is {self.trainer.precision}, in which the momentum model's "
                 "updates are rounded away: set it to bf16-mixed"
             )
+        self._refuse_other_tokens()
         self.momentum.decay = self.settings.decay ** (1 / self.trainer.accumulate_grad_batches)
+
+    def _refuse_other_tokens(self) -> None:
+        """Refuse a DataModule with tokens, or longer texts, than the model has embeddings of."""
+        data, config = getattr(self.trainer, "datamodule", None), self.model.bert.config
+        if data is None:
+            return
+        if (tokens := len(data.tokenizer)) > config.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {tokens} tokens and the model embeds {config.vocab_size}: set "
+                "data.tokenizer to the model's own, or vocab_size in model.sizes.text"
+            )
+        if data.max_length > config.max_position_embeddings:
+            raise ValueError(
+                f"data.max_length is {data.max_length} and the model has "
+                f"{config.max_position_embeddings} positions: set it to no more"
+            )
 
     def alpha(self, batch_idx: int) -> float:
         """α of this step; with `ramp` it rises from 0 over the first epoch."""

@@ -14,7 +14,7 @@ from torchmetrics.classification import (
     MulticlassF1Score,
 )
 
-from lightning_modules.backbones import build_text, build_vision, shard
+from lightning_modules.backbones import build_text, build_vision, classifier_names, shard
 from lightning_modules.by_length import run_by_length
 from lightning_modules.evaluation import Evaluation
 from lightning_modules.labels import IGNORED
@@ -139,10 +139,10 @@ class Finetuning(Evaluation, L.LightningModule):
 
     @property
     def heads(self) -> list[str]:
-        """Names of the new modules: timm's head; for text the encoder's siblings and its pooler."""
+        """New modules: timm's classifier; for text the encoder's siblings and its pooler."""
         base = getattr(self.model, "base_model_prefix", None)
         if base is None:
-            return ["head"]
+            return classifier_names(self.model)
         names = [name for name, _ in self.model.named_children() if name != base]
         names.append(f"{base}.pooler")
         return [name for name in names if head_parameters(self.model, [name])]

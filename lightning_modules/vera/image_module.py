@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 from torchmetrics import MetricCollection
 
-from lightning_modules.backbones import build_vision
+from lightning_modules.backbones import build_vision, classifier_names
 from lightning_modules.labels import IGNORED
 from lightning_modules.vera.module import FineTuning
 from lightning_modules.vera.scores import classification_scores
@@ -35,9 +35,7 @@ class ImageTuning(FineTuning):
 
     def default_heads(self, model: nn.Module) -> list[str]:
         """The classifier, or both of a distilled model."""
-        found = model.get_classifier()  # type: ignore[operator]
-        classifiers = found if isinstance(found, tuple) else (found,)
-        return [name for name, part in model.named_modules() if part in classifiers]
+        return classifier_names(model)
 
     def build_scores(self) -> MetricCollection:
         """Accuracy, F1 and Matthews' correlation."""

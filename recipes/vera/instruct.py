@@ -74,6 +74,10 @@ def declare(run: Run) -> None:
     grid = run.grid("instruct_grid")
     grid["common"] = start_of(run, "instruct", grid)
     arguments = run.parsed("instruct").data.init_args
+    if not arguments["val_fraction"]:
+        raise ValueError(
+            "data.val_fraction is 0, and the loss is that of held-out responses: set it to 0.05"
+        )
     asked = {"root": arguments["root"], **grid["answers"]}
     if run.options.questions:
         asked["questions"] = str(Path(run.options.questions).resolve())

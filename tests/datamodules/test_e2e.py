@@ -102,6 +102,17 @@ def test_double_spaces_go_from_training_text_and_stay_in_references(tmp_path: Pa
     assert data.tokenizer.decode(labels[labels != -100][:-1]) == " a b ."
 
 
+def test_a_part_without_texts_can_only_be_predicted(tmp_path: Path) -> None:
+    write_e2e(tmp_path)
+    for name in ("trainset.csv", "testset_w_refs.csv"):
+        (tmp_path / name).write_text("MR\nname[X]\n")
+    data = E2EData(root=str(tmp_path))
+    for part in ("train", "test"):
+        with pytest.raises(ValueError, match=f"the {part} part of E2E has meaning .* without text"):
+            data.examples(part)
+    assert data.prompts("predict") == ["name[X]"]
+
+
 def test_limits(data: E2EData) -> None:
     limited = E2EData(source="generated", limit=10, eval_limit=3)
     assert len(limited.examples("train")) == 10

@@ -35,7 +35,7 @@ def test_zero_is_ignored_and_classes_move_down(folder):
     samples = data(folder).samples("val")
     _, labels = samples.read(0)
     raw = torch.tensor(np.array(Image.open(samples.pairs[0][1]), dtype=np.int64))
-    assert torch.equal(labels[raw > 0], raw[raw > 0].short() - 1)
+    assert torch.equal(labels[raw > 0], raw[raw > 0].int() - 1)
     assert (labels[raw == 0] == -100).all() and (raw == 0).any()
 
 
@@ -114,6 +114,15 @@ def test_what_is_wrong_is_named(folder, tmp_path):
     Image.new("L", (5, 5), 1).save(label)
     with pytest.raises(ValueError, match=r"of shape \(5, 5\) and its image of height"):
         data(broken).samples("train")[0]
+    Image.fromarray(np.full(size[::-1], 40_000, np.uint16)).save(label)
+    with pytest.raises(ValueError, match="has the label 40000, expected 0 to 4"):
+        data(broken).samples("train")[0]
+    label.write_bytes(label.read_bytes()[:60])
+    with pytest.raises(OSError, match="ADE_train_00000001.png cannot be read as labels"):
+        data(broken).samples("train")[0]
+    picture = broken / "images/training/ADE_train_00000002.jpg"
+    picture = picture.rename(picture.with_suffix(".JPG"))
+    assert data(broken).samples("train").pairs[1][0] == picture
     label.unlink()
     with pytest.raises(FileNotFoundError, match="ADE_train_00000001.png is missing, the annot"):
         data(broken).samples("train")

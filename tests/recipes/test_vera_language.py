@@ -87,6 +87,12 @@ def test_tiny_preset(name, finished):
     check_reports_of_parts(module_of(name).EXPERIMENT, done)
 
 
+def test_instructions_that_are_all_trained_on_leave_nothing_to_score(tmp_path):
+    flags = ["--preset", "tiny", "--out", str(tmp_path), "--data.val_fraction", "0", "--plan"]
+    with pytest.raises(ValueError, match="data.val_fraction is 0, and the loss is that of held"):
+        instruct.main(flags)
+
+
 @pytest.mark.parametrize("stage", ["vera/e2e", "vera/instruct", "apet/generation"])
 def test_the_verb_test_gives_the_loss_of_the_test_part(stage, tmp_path):
     file = str(RECIPES / f"{stage}.yaml")

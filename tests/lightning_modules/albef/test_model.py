@@ -257,6 +257,25 @@ def test_it_runs_in_bfloat16(default):
     torch.testing.assert_close(found.float(), expected, atol=0.1, rtol=0.1)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "max_length", "message"),
+    [(SIZES["text"]["vocab_size"] + 1, 4, "the tokenizer has .* vocab_size in model.sizes.text"),
+     (5, 10_000, "data.max_length is 10000 and the model has .* positions")],
+)  # fmt: skip
+def test_data_of_another_tokenizer_are_refused(tokens, max_length, message, monkeypatch):
+    data = types.SimpleNamespace(tokenizer=range(tokens), max_length=max_length)
+    trainer = types.SimpleNamespace(
+        precision="32-true", accumulate_grad_batches=1, datamodule=data, strategy=None
+    )
+    module = Entailment(sizes=SIZES)
+    module.configure_model()
+    monkeypatch.setattr(Entailment, "trainer", trainer)
+    with pytest.raises(ValueError, match=message):
+        module.on_fit_start()
+    data.tokenizer, data.max_length = range(5), 4
+    module.on_fit_start()
+
+
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
 def test_training_in_sixteen_bits_is_refused(precision, monkeypatch):
     trainer = types.SimpleNamespace(precision=precision, accumulate_grad_batches=1)

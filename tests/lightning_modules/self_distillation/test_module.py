@@ -485,3 +485,21 @@ def test_hyperparameters_are_plain(files):
     saved = torch.load(files["text"][1], weights_only=True)["hyper_parameters"]
     assert not {"init_from", "teacher_from", "pretrained"} & set(saved)
     json.dumps(saved)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "args", "heads"),
+    [
+        ("resnet18", {}, {"fc.weight", "fc.bias"}),
+        (
+            "deit_tiny_distilled_patch16_224",
+            {"img_size": 16, "embed_dim": 16, "depth": 1, "num_heads": 2},
+            {"head.weight", "head.bias", "head_dist.weight", "head_dist.bias"},
+        ),
+    ],
+)
+def test_the_classifiers_of_other_models_are_heads(architecture, args, heads):
+    module = Finetuning(CLASSES, architecture=architecture, model_args=args, method="linear")
+    module.configure_model()
+    trained = {name for name, one in module.model.named_parameters() if one.requires_grad}
+    assert trained == heads
