@@ -15,7 +15,7 @@ from typing import Any, Literal
 from PIL import Image
 
 from datamodules.images import read_image
-from datamodules.tables import csv_cells, named_cells, open_lines, read_json
+from datamodules.tables import csv_cells, named_cells, open_lines, read_list
 
 log = logging.getLogger(__name__)
 BadImages = Literal["refuse", "skip"]
@@ -68,14 +68,16 @@ def _pairs(file: Path) -> list[tuple[str, tuple[str, ...]]]:
     if "#0\t" in lines[0]:
         pairs = []
         for number, line in enumerate(lines, start=1):
+            if not line:
+                continue
             name, tab, caption = line.partition("\t")
             image, _, _ = name.rpartition("#")
-            if line and not (image and tab):
+            if not (image and tab):
                 raise ValueError(
                     f"{file}, line {number} is {line[:60]!r}, expected an image's name, #, a "
                     "number, a tab and a caption: repair the line."
                 )
-            pairs += [(image, (caption,))] if line else []
+            pairs.append((image, (caption,)))
         return pairs
     (_, header), *rows = csv_cells(lines)
     if not {"image", "caption"} <= set(header):
@@ -85,22 +87,6 @@ def _pairs(file: Path) -> list[tuple[str, tuple[str, ...]]]:
         )
     # a caption with a comma but without quotation marks makes a row too long
     return [(row["image"], (row["caption"],)) for _, row in named_cells(file, header, rows)]
-
-
-def read_list(file: Path) -> list[Any]:
-    """The entries of a json list.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is no json, or no list.
-    """
-    content = read_json(file)
-    if not isinstance(content, list):
-        raise ValueError(
-            f"{file} holds no list but {str(content)[:60]!r}: give a list with an entry for each "
-            "image or text."
-        )
-    return content
 
 
 def texts_of(value: Any, what: str) -> tuple[str, ...]:
@@ -116,25 +102,6 @@ def texts_of(value: Any, what: str) -> tuple[str, ...]:
             "the entry."
         )
     return tuple(texts)
-
-
-def require_keys(file: Path | str, place: int, entry: Any, keys: Sequence[str]) -> None:
-    """Raise an error if an entry of a json list lacks a key.
-
-    Args:
-        file: the list, as the message names it.
-        place: of the entry in the list.
-        entry: of the list.
-        keys: what it must have.
-
-    Raises:
-        ValueError: naming the file, the entry and what is expected.
-    """
-    if not isinstance(entry, dict) or any(key not in entry for key in keys):
-        raise ValueError(
-            f"{file}, entry {place} is {str(entry)[:60]!r}, expected one with {', '.join(keys)}: "
-            "correct or remove it."
-        )
 
 
 def usable(images: Sequence[Path], bad: BadImages) -> list[bool]:

@@ -21,10 +21,9 @@ from torch.utils.data import Dataset, default_collate
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from datamodules.captions import require_keys
 from datamodules.images import read_image
 from datamodules.scenes import SHAPES, SceneData, Square, draw_shape
-from datamodules.tables import read_json
+from datamodules.tables import read_json, require_keys
 
 
 class Annotated(NamedTuple):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from datamodules.captions import Captioned, require_keys
+from datamodules.captions import Captioned
 from datamodules.image_text import CaptionData
-from datamodules.tables import read_json
+from datamodules.tables import read_json, read_list, require_keys
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class GroundingData(CaptionData):
         files = self.list_files(part, f"refcoco+_{part}.json")
         rows = []
         for file in files:
-            for place, entry in enumerate(read_json(file)):
+            for place, entry in enumerate(read_list(file)):
                 keys = ["image", "text"] if part == "train" else ["image", "text", "ref_id"]
                 require_keys(file, place, entry, keys)
                 rows.append(entry)

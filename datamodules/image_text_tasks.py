@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from datamodules.captions import plain, read_list, require_keys, texts_of
+from datamodules.captions import plain, texts_of
 from datamodules.image_text import ImageTextData
-from datamodules.tables import json_lines, read_json
+from datamodules.tables import json_lines, read_json, read_list, require_keys
 
 RELATIONS = ("contradiction", "neutral", "entailment")  # 0, 1, 2 as in ALBEF
 

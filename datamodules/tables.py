@@ -92,6 +92,41 @@ def read_json(path: str | Path) -> Any:
     return parse_json("\n".join(open_lines(path)), str(path))
 
 
+def read_list(file: Path) -> list[Any]:
+    """The entries of a json list.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no json, or no list.
+    """
+    content = read_json(file)
+    if not isinstance(content, list):
+        raise ValueError(
+            f"{file} holds no list but {str(content)[:60]!r}: give a list with an entry for each "
+            "image or text."
+        )
+    return content
+
+
+def require_keys(file: Path | str, place: int, entry: Any, keys: Sequence[str]) -> None:
+    """Raise an error if an entry of a json list lacks a key.
+
+    Args:
+        file: the list, as the message names it.
+        place: of the entry in the list.
+        entry: of the list.
+        keys: what it must have.
+
+    Raises:
+        ValueError: naming the file, the entry and what is expected.
+    """
+    if not isinstance(entry, dict) or any(key not in entry for key in keys):
+        raise ValueError(
+            f"{file}, entry {place} is {str(entry)[:60]!r}, expected one with {', '.join(keys)}: "
+            "correct or remove it."
+        )
+
+
 def json_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
     """The content of each line of a JSON Lines file, with its number; empty lines are left out.
 

@@ -189,10 +189,15 @@ def match_tokenizer(model: Any, trainer: Any) -> None:
 
 
 def classifier_names(model: Any) -> list[str]:
-    """The names of a timm model's classifier, or of both of a distilled one."""
+    """The names of a timm model's `classifiers`."""
+    found = classifiers(model)
+    return [name for name, part in model.named_modules() if part in found]
+
+
+def classifiers(model: Any) -> tuple[nn.Module, ...]:
+    """A timm model's classifier, or both of a distilled one."""
     found = model.get_classifier()
-    classifiers = found if isinstance(found, tuple) else (found,)
-    return [name for name, part in model.named_modules() if part in classifiers]
+    return found if isinstance(found, tuple) else (found,)
 
 
 def positions_of(model: Any) -> int | None:

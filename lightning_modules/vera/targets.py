@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from lightning_modules.backbones import classifiers
 from lightning_modules.layouts import attentions, fused_slice, inside, shape_of, uncalled_layers
 from lightning_modules.vera.layer import QKV, parse_slice
 
@@ -175,12 +176,9 @@ def _some(rows: list[range]) -> str:
 
 def _output_layers(model: nn.Module) -> tuple[nn.Module | None, ...]:
     """The output layer, none, or the two of timm's distilled models."""
-    for getter in ("get_output_embeddings", "get_classifier"):
-        method = getattr(model, getter, None)
-        if callable(method):
-            found = method()
-            return found if isinstance(found, tuple) else (found,)
-    return ()
+    if callable(method := getattr(model, "get_output_embeddings", None)):
+        return (method(),)
+    return classifiers(model) if hasattr(model, "get_classifier") else ()
 
 
 def query_and_value(model: nn.Module) -> list[str]:
