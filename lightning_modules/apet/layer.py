@@ -99,13 +99,13 @@ class TunedLinear(Tuned):
         output = y
         if "apet_w4" in self._parameters:
             w3, w4 = self.terms()
-            output = output + self.apet_scale * F.linear(x, w3.to(x.dtype)) @ w4.to(x.dtype)
+            output = _add_product(output, F.linear(x, w3.to(x.dtype)), w4, self.apet_scale)
         if "apet_w6" in self._parameters:
             w5, b5, w6, b6 = self.neurons()
-            hidden = F.gelu(
-                _DownProjection.apply(y, w5.to(y.dtype), x, bias, self) + b5.to(y.dtype)
-            )
-            output = output + hidden @ w6.to(y.dtype)
+            hidden = _DownProjection.apply(y, w5.to(y.dtype), x, bias, self)
+            if b5 is not None:
+                hidden = hidden + b5.to(y.dtype)
+            output = _add_product(output, F.gelu(hidden), w6)
             if b6 is not None:
                 output = output + b6.to(y.dtype)
         return output
@@ -114,12 +114,14 @@ class TunedLinear(Tuned):
         """The factors of CONCAT: W_3 transposed, (r, in), and W_4 (r, out)."""
         return _rows(self, "w3"), _rows(self, "w4")
 
-    def neurons(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """The adapter of PLUG: W_5 transposed, (w, out), b_5 (w,), W_6 (w, out), and b_6 (out,)."""
-        w5, trained = _rows(self, "w5"), self._parameters.get("apet_b5")
-        b5 = w5.new_zeros(len(w5))
-        if trained is not None:
-            b5 = F.pad(trained, (0, len(w5) - len(trained)))
+    def neurons(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """The adapter of PLUG: W_5 transposed, (w, out), b_5 (w,), W_6 (w, out), and b_6 (out,).
+
+        A bias of which no element is trained is None: it is zero.
+        """
+        w5, b5 = _rows(self, "w5"), self._parameters.get("apet_b5")
+        if b5 is not None and len(b5) < len(w5):
+            b5 = F.pad(b5, (0, len(w5) - len(b5)))
         return w5, b5, _rows(self, "w6"), self._parameters.get("apet_b6")
 
 
@@ -236,9 +238,18 @@ def add_at(base: Tensor, values: Tensor, index: Tensor) -> Tensor:
     """A copy of a parameter with values added at flat indices, summed in at least float32."""
     full = base.clone(memory_format=torch.contiguous_format)
     flat = full.view(-1)
-    dtype = torch.promote_types(base.dtype, values.dtype)
-    flat[index] = (flat[index].to(dtype) + values).to(base.dtype)
+    if base.dtype == values.dtype:
+        flat.index_add_(0, index, values)
+    else:
+        dtype = torch.promote_types(base.dtype, values.dtype)
+        flat[index] = (flat[index].to(dtype) + values).to(base.dtype)
     return full
+
+
+def _add_product(y: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
+    """y (…, out) + scale · left (…, r) · right (r, out), in the type of y, as one operation."""
+    rows, factor = y.flatten(0, -2), left.flatten(0, -2)
+    return torch.addmm(rows, factor, right.to(y.dtype), alpha=scale).view(y.shape)
 
 
 def product_elements(left: Tensor, right: Tensor, index: Tensor, columns: int) -> Tensor:
