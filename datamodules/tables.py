@@ -207,8 +207,12 @@ def named_cells(
     """The cells of each row as a dict by the header's names, with its line, without empty rows.
 
     Raises:
-        ValueError: a row has more or fewer cells than the header.
+        ValueError: a row has more or fewer cells than the header, or two columns have one name.
     """
+    if twice := [name for place, name in enumerate(header) if name and name in header[:place]]:
+        raise ValueError(
+            f"{path} has two columns {twice[0]!r}, expected different names: rename or remove one."
+        )
     named = []
     for number, cells in rows:
         if cells and len(cells) != len(header):

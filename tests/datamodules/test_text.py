@@ -41,6 +41,11 @@ def test_quoted_csv_with_line_breaks(tmp_path: Path) -> None:
     assert [line for line, _ in rows] == [2, 3, 5]
 
 
+def test_columns_without_a_name_are_as_many_as_they_are(tmp_path: Path) -> None:
+    rows = read_table(write(tmp_path, "a.csv", "sentence,,\na,b,c\n"), ["sentence"])
+    assert [row["sentence"] for _, row in rows] == ["a"]
+
+
 def test_classes_are_numbered_in_order_of_numbers(tmp_path: Path) -> None:
     path = write(tmp_path, "a.csv", "sentence,label\na,10\nb,9\nc,2\n")
     assert TextData(path).class_names == ["2", "9", "10"]
@@ -142,6 +147,8 @@ def test_files_of_old_macs(tmp_path: Path) -> None:
         ("a.csv", "sentence,label\na,b\nc\n", "a.csv, line 3: the row has 1 columns, expected 2"),
         ("a.tsv", "sentence\tlabel\na\tb\tc\n", "a.tsv, line 2: the row has 3 columns, expected 2"),
         ("a.csv", "text,label\na,b\n", "no column 'sentence', the columns are 'text', 'label'"),
+        ("a.csv", "sentence,label,label\na,x,0\n", "a.csv has two columns 'label', expected diff"),
+        ("a.tsv", "label\tsentence\tlabel\nx\ta\t0\n", "a.tsv has two columns 'label', expected"),
         ("a.jsonl", '{"sentence": "a", "label": 1}\n{\n', "a.jsonl, line 2: this is no JSON"),
         ("a.jsonl", "[1]\n", "a.jsonl, line 1: this is a list, expected an object"),
         ("a.jsonl", '{"sentence": "a"}\n', "a.jsonl, line 1: there is no column 'label'"),
