@@ -338,6 +338,12 @@ class TextData(SentenceData):
                 "labels, expected two or more: name the right column in data.label, or set "
                 "data.regress to predict numbers."
             )
+        whole = [name for name in sorted(found) if name.removeprefix("-").isdigit()]
+        if twice := [name for name in whole if f"{name}.0" in found]:
+            raise ValueError(
+                f"{self.files['train']}: the labels {twice[0]!r} and '{twice[0]}.0' are one "
+                "number: write it in one way."
+            )
         return {name: number for number, name in enumerate(sorted(found, key=_natural(found)))}
 
     def load(self, part: str) -> list[Example]:

@@ -115,6 +115,12 @@ def test_batches_are_padded_to_their_longest_and_cut(tmp_path: Path) -> None:
         ("a.csv", "sentence,label\na,yes\nb,yes\n", "'label' has 1 different labels, expected two"),
         ("a.csv", "sentence,label\na,yes\nb,\n", "a.csv, line 3: there is no label: fill it in"),
         ("a.jsonl", '{"sentence": "a", "label": null}\n', "a.jsonl, line 1: there is no label"),
+        (
+            "a.jsonl",
+            '{"sentence": "a", "label": 1}\n{"sentence": "b", "label": 1.0}\n',
+            "a.jsonl: the labels '1' and '1.0' are one number: write it in one way",
+        ),
+        ("a.csv", "sentence,label\na,-1.0\nb,-1\n", "a.csv: the labels '-1' and '-1.0' are one nu"),
     ],
 )
 def test_labels_that_say_nothing(tmp_path: Path, name: str, content: str, message: str) -> None:
