@@ -244,6 +244,7 @@ CAPTION, QUESTION = {"image": "a", "caption": "x"}, {"image": "a", "question": "
         (CaptionData, [CAPTION | {"caption": None}], "entry 0: the caption is None, expected a"),
         (CaptionData, [CAPTION | {"caption": ["x", 3]}], "is .'x', 3., expected a text or a list"),
         (CaptionData, [CAPTION | {"caption": []}], "entry 0 .* expected one with an image and"),
+        (CaptionData, [CAPTION | {"caption": ["x", " "]}], "a caption of a is ' ', expected"),
         (CaptionData, [CAPTION | {"image": 7}], "entry 0 .* expected one with an image and"),
         (CaptionData, {"images": []}, "holds no list but"),
         (VQAData, [QUESTION | {"answer": 3}], "entry 0: the answer is 3, expected a text"),
