@@ -150,7 +150,11 @@ class TokenizedData(PartsData):
         if part not in self._parts:
             examples = self.select(part, self.load(part))
             if not examples:
-                raise ValueError(f"The {part} part has 0 examples, expected 1 or more: add some.")
+                share = getattr(self, "val_fraction", None)  # not every source is split by a share
+                other = f", or change val_fraction={share}" if share and self.drawn(part) else ""
+                raise ValueError(
+                    f"The {part} part has 0 examples, expected 1 or more: add some{other}."
+                )
             self._parts[part] = examples
         return self._parts[part]
 

@@ -183,6 +183,11 @@ def test_bad_values(tmp_path: Path) -> None:
         TextData(str(tmp_path / "gone.csv")).examples("train")
     with pytest.raises(ValueError, match="val_fraction is 1.0"):
         TextData(path, val_fraction=1.0)
+    two = write(tmp_path, "two.csv", "sentence,label\na,x\nb,y\n")
+    with pytest.raises(ValueError, match="train part has 0 .* or change val_fraction=0.9"):
+        TextData(two, val_fraction=0.9).examples("train")
+    with pytest.raises(ValueError, match="The test part has 0 examples, .* 1 or more: add some.$"):
+        TextData(two, test=write(tmp_path, "t.csv", "sentence,label\n")).examples("test")
     with pytest.raises(ValueError, match="limit is 0"):
         TextData(path, limit=0)
     with pytest.raises(ValueError, match="vocab_size is 9, expected 259"):
