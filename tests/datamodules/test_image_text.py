@@ -249,6 +249,8 @@ CAPTION, QUESTION = {"image": "a", "caption": "x"}, {"image": "a", "question": "
         (CaptionData, {"images": []}, "holds no list but"),
         (VQAData, [QUESTION | {"answer": 3}], "entry 0: the answer is 3, expected a text"),
         (VQAData, [QUESTION | {"question": 5}], "entry 0: the question is 5, expected a text"),
+        (VQAData, [QUESTION | {"question_id": "q7"}], "entry 0: the question_id is 'q7', expected"),
+        (VQAData, [QUESTION | {"question_id": None}], "entry 0: the question_id is None, expected"),
         (VQAData, 5, "holds no list but '5'"),
         (EntailmentData, ["x"], "has the entry 'x', expected a sentence and a label"),
         (EntailmentData, {"a": 1}, "holds no list but"),
