@@ -317,6 +317,11 @@ class TextData(SentenceData):
         self.text, self.pair, self.label = text, pair, label
         self.regress, self.val_fraction = regress, val_fraction
 
+    def setup(self, stage: str) -> None:
+        """Read the test file before a training: what is wrong with it would be seen only after."""
+        if stage == "fit" and self.files["test"]:
+            self.examples("test")
+
     @property
     def num_classes(self) -> int:
         return 1 if self.regress else len(self._classes)

@@ -136,6 +136,9 @@ def test_a_label_that_only_the_test_part_has(tmp_path: Path) -> None:
         ValueError, match=r"t\.csv, line 3: the label is 'z', expected one of 'x', "
     ):
         TextData(train, test=test).examples("test")
+    TextData(train, test=test).setup("validate")
+    with pytest.raises(ValueError, match="the label is 'z'"):  # before the training, not after it
+        TextData(train, test=test).setup("fit")
 
 
 def test_files_of_old_macs(tmp_path: Path) -> None:
