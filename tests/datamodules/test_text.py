@@ -146,14 +146,18 @@ def test_files_of_old_macs(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"sentence,label\ra,x\rb,y\r")
     rows = read_table(tmp_path / "a.csv", ["sentence"])
     assert rows == [(2, {"sentence": "a", "label": "x"}), (3, {"sentence": "b", "label": "y"})]
-    (tmp_path / "b.txt").write_bytes(b"one\rtwo\nthree\n")
+    (tmp_path / "b.txt").write_bytes(b"one\rtwo\nthree\r\r\n")
     assert open_lines(tmp_path / "b.txt") == ["one\rtwo", "three"]
+    (tmp_path / "c.tsv").write_bytes(b"sentence\tlabel\na\tx\r\r\nb\ty\r\nc\tx\r")
+    assert [row["label"] for _, row in read_table(tmp_path / "c.tsv", ["label"])] == ["x", "y", "x"]
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
         ("a.csv", "sentence,label\na,b\nc\n", "a.csv, line 3: the row has 1 columns, expected 2"),
+        ("a.csv", "sentence,label\na,b\rc\n", "a.csv, line 2: a carriage return is in a cell with"),
+        ("a.csv", "sentence,la\rbel\na,b\n", "a.csv, line 1: a carriage return is in a cell with"),
         ("a.tsv", "sentence\tlabel\na\tb\tc\n", "a.tsv, line 2: the row has 3 columns, expected 2"),
         ("a.csv", "text,label\na,b\n", "no column 'sentence', the columns are 'text', 'label'"),
         ("a.csv", "sentence,label,label\na,x,0\n", "a.csv has two columns 'label', expected diff"),
