@@ -41,11 +41,16 @@ def read_captions(file: Path) -> list[Captioned]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: its format is not known, it has no images, an entry is no image with a text, or
-            a row has more or fewer cells than the header.
+        ValueError: its format is not known, it has no images, an entry is no image with a text, a
+            text is blank, or a row has more or fewer cells than the header.
     """
     captions: dict[str, list[str]] = {}
     for image, texts in _pairs(file):
+        if blank := [text for text in texts if not text.strip()]:
+            raise ValueError(
+                f"{file}: a caption of {image} is {blank[0]!r}, expected a text: fill it in, or "
+                "remove it."
+            )
         captions.setdefault(image, []).extend(texts)
     if not captions:
         raise ValueError(f"{file} has no captions, expected one image or more with a text.")
@@ -79,7 +84,7 @@ def _pairs(file: Path) -> list[tuple[str, tuple[str, ...]]]:
                 )
             pairs.append((image, (caption,)))
         return pairs
-    (_, header), *rows = csv_cells(lines)
+    (_, header), *rows = csv_cells(file, lines)
     if not {"image", "caption"} <= set(header):
         raise ValueError(
             f"{file} has the columns {', '.join(header) or 'none'}, expected image and caption: a "

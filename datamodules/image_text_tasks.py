@@ -169,8 +169,14 @@ class VQAData(ImageTextData):
                         f"{file}, entry {place}, has no answer, expected one or more to learn "
                         "from: remove it, or give the file to another part."
                     )
-                number = int(entry.get("question_id", place))
-                entries.append(Asked(entry["image"], question, number, answers))
+                number = entry.get("question_id", place)
+                try:
+                    entries.append(Asked(entry["image"], question, int(number), answers))
+                except (TypeError, ValueError) as error:
+                    raise ValueError(
+                        f"{file}, entry {place}: the question_id is {number!r}, expected a whole "
+                        "number: correct it, or remove it from all entries."
+                    ) from error
         return entries
 
     def samples(self, part: str) -> Dataset:

@@ -62,7 +62,8 @@ class SegmentationSet(Dataset):
         try:
             with Image.open(label_file) as file:
                 labels = torch.from_numpy(np.array(file, dtype=np.int32))
-        except (OSError, SyntaxError, ValueError) as error:
+        # Pillow's plugins raise all of these
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise OSError(
                 f"{label_file} cannot be read as labels ({error}): replace it, or remove it with "
                 "its image."

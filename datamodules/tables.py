@@ -56,11 +56,12 @@ def open_lines(path: str | Path) -> list[str]:
         )
     try:
         # not splitlines(): a sentence may contain characters that Unicode treats as line ends
-        text = Path(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+        text = Path(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8.") from error
     # a file without any "\n" is one of old Macs, whose lines end in "\r"
-    lines = text.split("\n" if "\n" in text else "\r")
+    # in others, "\r" before the end is Windows', or two of them of a program that wrote it twice
+    lines = [line.rstrip("\r") for line in text.split("\n" if "\n" in text else "\r")]
     if lines[-1] == "":
         lines.pop()
     if not lines:
@@ -191,14 +192,24 @@ def read_table(
     if suffix == ".tsv":
         cells = [(number, line.split("\t")) for number, line in enumerate(lines, start=1) if line]
     else:
-        cells = csv_cells(lines)
+        cells = csv_cells(path, lines)
     return named_cells(path, header, cells[1:])
 
 
-def csv_cells(lines: Iterable[str]) -> list[tuple[int, list[str]]]:
-    """The cells of each row of a csv ([] for an empty line), with the number of its last line."""
+def csv_cells(path: str | Path, lines: Iterable[str]) -> list[tuple[int, list[str]]]:
+    """The cells of each row of a csv ([] for an empty line), with the number of its last line.
+
+    Raises:
+        ValueError: a line of `path` has a carriage return outside quotation marks.
+    """
     reader = csv.reader(line + "\n" for line in lines)
-    return [(reader.line_num, cells) for cells in reader]
+    try:
+        return [(reader.line_num, cells) for cells in reader]
+    except csv.Error as error:
+        raise ValueError(
+            f"{path}, line {reader.line_num}: a carriage return is in a cell without quotation "
+            "marks: remove it, or put the cell in them."
+        ) from error
 
 
 def named_cells(
@@ -207,8 +218,12 @@ def named_cells(
     """The cells of each row as a dict by the header's names, with its line, without empty rows.
 
     Raises:
-        ValueError: a row has more or fewer cells than the header.
+        ValueError: a row has more or fewer cells than the header, or two columns have one name.
     """
+    if twice := [name for place, name in enumerate(header) if name and name in header[:place]]:
+        raise ValueError(
+            f"{path} has two columns {twice[0]!r}, expected different names: rename or remove one."
+        )
     named = []
     for number, cells in rows:
         if cells and len(cells) != len(header):
@@ -249,7 +264,7 @@ def _header(path: str | Path, first: str) -> list[str]:
     if suffix == ".tsv":
         return first.split("\t")
     if suffix == ".csv":
-        return next(csv.reader([first]))
+        return csv_cells(path, [first])[0][1]
     raise ValueError(
         f"{path} ends in {suffix or 'nothing'}, expected .csv, .tsv, .jsonl or .txt: rename the "
         "file."

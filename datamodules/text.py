@@ -150,7 +150,11 @@ class TokenizedData(PartsData):
         if part not in self._parts:
             examples = self.select(part, self.load(part))
             if not examples:
-                raise ValueError(f"The {part} part has 0 examples, expected 1 or more: add some.")
+                share = getattr(self, "val_fraction", None)  # not every source is split by a share
+                other = f", or change val_fraction={share}" if share and self.drawn(part) else ""
+                raise ValueError(
+                    f"The {part} part has 0 examples, expected 1 or more: add some{other}."
+                )
             self._parts[part] = examples
         return self._parts[part]
 
@@ -313,6 +317,11 @@ class TextData(SentenceData):
         self.text, self.pair, self.label = text, pair, label
         self.regress, self.val_fraction = regress, val_fraction
 
+    def setup(self, stage: str) -> None:
+        """Read the test file before a training: what is wrong with it would be seen only after."""
+        if stage == "fit" and self.files["test"]:
+            self.examples("test")
+
     @property
     def num_classes(self) -> int:
         return 1 if self.regress else len(self._classes)
@@ -337,6 +346,12 @@ class TextData(SentenceData):
                 f"{self.files['train']}: the column {self.label!r} has {len(found)} different "
                 "labels, expected two or more: name the right column in data.label, or set "
                 "data.regress to predict numbers."
+            )
+        whole = [name for name in sorted(found) if name.removeprefix("-").isdigit()]
+        if twice := [name for name in whole if f"{name}.0" in found]:
+            raise ValueError(
+                f"{self.files['train']}: the labels {twice[0]!r} and '{twice[0]}.0' are one "
+                "number: write it in one way."
             )
         return {name: number for number, name in enumerate(sorted(found, key=_natural(found)))}
 

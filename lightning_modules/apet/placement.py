@@ -254,7 +254,8 @@ def bitfit(model: nn.Module, heads: Sequence[str] = (), layers: Sequence[str] = 
     }
     if biases:
         return Placement(add=biases)
-    missing = _ending_in(model, layers) if layers else tuple(linear_layers(model, heads))
+    found = _ending_in(model, layers) if layers else linear_layers(model, heads)
+    missing = tuple(name for name in found if not inside(name, heads))
     if not missing:
         raise ValueError(f"{type(model).__name__} has neither biases nor linear layers for BitFit")
     return Placement(bias=missing)

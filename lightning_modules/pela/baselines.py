@@ -12,6 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_modules.layouts import uncalled_layers
 from lightning_modules.pela.features import Features, feature_layers
 
 VISIBLE = 0.3  # share of the patches that MaskAlign's student gets
@@ -36,7 +37,8 @@ def tinybert(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[Te
         The student's logits (B, classes), and the loss, computed in float32.
 
     Raises:
-        ValueError: if the model has no such layers, or its scores differ in shape.
+        ValueError: if the model has no such layers or does not call them, its positions are rotary,
+            or its scores differ in shape.
     """
     modules = dict(student.named_modules())
     start = "norm_pre" if "norm_pre" in modules else "patch_embed"
@@ -46,6 +48,16 @@ def tinybert(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[Te
         raise ValueError(
             f"{type(student).__name__} has no layers called attn.qkv: TinyBERT's attention loss "
             "needs them"
+        )
+    why = ""
+    if unseen := uncalled_layers(student).intersection(attention):
+        why = f"reads the weights of {min(unseen)} without calling it"
+    elif "rope" in modules:
+        why = "turns queries and keys by rotary positions behind attn.qkv"
+    if why:
+        raise ValueError(
+            f"{type(student).__name__} {why}, so that its attention scores are not known: choose "
+            "method lillama, which compares outputs of blocks only"
         )
     heads = [modules[name.removesuffix(".qkv")].num_heads for name in attention]
     names = hidden + attention

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from lightning_modules.pela.tome import MergingBlock
+
 TOLERANCE = 1e-4  # largest difference of float32 outputs, relative to the largest output
 
 
@@ -29,11 +31,17 @@ def to_onnx(model: nn.Module, file: str | Path, example: Tensor) -> Path:
 
     Raises:
         ImportError: if onnx, onnxscript or onnxruntime is not installed.
-        ValueError: if example has one image only.
+        ValueError: if example has one image only, or the model merges tokens.
         RuntimeError: if onnxruntime's outputs differ from the model's.
     """
     import onnxruntime
 
+    for name, module in model.named_modules():
+        if isinstance(module, MergingBlock):  # PyTorch 2's exporter fails at its attention mask
+            raise ValueError(
+                f"{name} merges tokens, which PyTorch cannot write as ONNX: export the classifier "
+                "with --to pt2 (or to_program)"
+            )
     file, model, example = _prepare(model, file, example)
     program = torch.onnx.export(
         model,

@@ -405,6 +405,7 @@ def unlabelled_data(run: Run, kind: str) -> dict[str, Any]:
         "data": "datamodules.TextData",
         "data.train": path,
         "data.val": None,
+        "data.test": None,
         "data.text": text,
         "data.label": text,
         "data.limit": None,

@@ -135,3 +135,11 @@ def test_what_is_wrong_is_named(folder, tmp_path):
     (broken / "objectInfo150.txt").write_text("Idx\tName\n1\twall\n\n")
     with pytest.raises(ValueError, match="line 3: the class's number is '', expected 2 and, after"):
         read_classes(broken / "objectInfo150.txt")
+
+
+def test_labels_of_too_many_pixels_are_named(tmp_path, monkeypatch):
+    broken = write_ade20k(tmp_path / "broken", train=1, val=1, size=24)
+    Image.new("L", (200, 200)).save(broken / "annotations/training/ADE_train_00000001.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10_000)
+    with pytest.raises(OSError, match="00000001.png cannot be read as labels .*exceeds limit"):
+        data(broken).samples("train")[0]

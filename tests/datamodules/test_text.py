@@ -41,6 +41,11 @@ def test_quoted_csv_with_line_breaks(tmp_path: Path) -> None:
     assert [line for line, _ in rows] == [2, 3, 5]
 
 
+def test_columns_without_a_name_are_as_many_as_they_are(tmp_path: Path) -> None:
+    rows = read_table(write(tmp_path, "a.csv", "sentence,,\na,b,c\n"), ["sentence"])
+    assert [row["sentence"] for _, row in rows] == ["a"]
+
+
 def test_classes_are_numbered_in_order_of_numbers(tmp_path: Path) -> None:
     path = write(tmp_path, "a.csv", "sentence,label\na,10\nb,9\nc,2\n")
     assert TextData(path).class_names == ["2", "9", "10"]
@@ -110,6 +115,12 @@ def test_batches_are_padded_to_their_longest_and_cut(tmp_path: Path) -> None:
         ("a.csv", "sentence,label\na,yes\nb,yes\n", "'label' has 1 different labels, expected two"),
         ("a.csv", "sentence,label\na,yes\nb,\n", "a.csv, line 3: there is no label: fill it in"),
         ("a.jsonl", '{"sentence": "a", "label": null}\n', "a.jsonl, line 1: there is no label"),
+        (
+            "a.jsonl",
+            '{"sentence": "a", "label": 1}\n{"sentence": "b", "label": 1.0}\n',
+            "a.jsonl: the labels '1' and '1.0' are one number: write it in one way",
+        ),
+        ("a.csv", "sentence,label\na,-1.0\nb,-1\n", "a.csv: the labels '-1' and '-1.0' are one nu"),
     ],
 )
 def test_labels_that_say_nothing(tmp_path: Path, name: str, content: str, message: str) -> None:
@@ -125,6 +136,9 @@ def test_a_label_that_only_the_test_part_has(tmp_path: Path) -> None:
         ValueError, match=r"t\.csv, line 3: the label is 'z', expected one of 'x', "
     ):
         TextData(train, test=test).examples("test")
+    TextData(train, test=test).setup("validate")
+    with pytest.raises(ValueError, match="the label is 'z'"):  # before the training, not after it
+        TextData(train, test=test).setup("fit")
 
 
 def test_files_of_old_macs(tmp_path: Path) -> None:
@@ -132,16 +146,22 @@ def test_files_of_old_macs(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"sentence,label\ra,x\rb,y\r")
     rows = read_table(tmp_path / "a.csv", ["sentence"])
     assert rows == [(2, {"sentence": "a", "label": "x"}), (3, {"sentence": "b", "label": "y"})]
-    (tmp_path / "b.txt").write_bytes(b"one\rtwo\nthree\n")
+    (tmp_path / "b.txt").write_bytes(b"one\rtwo\nthree\r\r\n")
     assert open_lines(tmp_path / "b.txt") == ["one\rtwo", "three"]
+    (tmp_path / "c.tsv").write_bytes(b"sentence\tlabel\na\tx\r\r\nb\ty\r\nc\tx\r")
+    assert [row["label"] for _, row in read_table(tmp_path / "c.tsv", ["label"])] == ["x", "y", "x"]
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
         ("a.csv", "sentence,label\na,b\nc\n", "a.csv, line 3: the row has 1 columns, expected 2"),
+        ("a.csv", "sentence,label\na,b\rc\n", "a.csv, line 2: a carriage return is in a cell with"),
+        ("a.csv", "sentence,la\rbel\na,b\n", "a.csv, line 1: a carriage return is in a cell with"),
         ("a.tsv", "sentence\tlabel\na\tb\tc\n", "a.tsv, line 2: the row has 3 columns, expected 2"),
         ("a.csv", "text,label\na,b\n", "no column 'sentence', the columns are 'text', 'label'"),
+        ("a.csv", "sentence,label,label\na,x,0\n", "a.csv has two columns 'label', expected diff"),
+        ("a.tsv", "label\tsentence\tlabel\nx\ta\t0\n", "a.tsv has two columns 'label', expected"),
         ("a.jsonl", '{"sentence": "a", "label": 1}\n{\n', "a.jsonl, line 2: this is no JSON"),
         ("a.jsonl", "[1]\n", "a.jsonl, line 1: this is a list, expected an object"),
         ("a.jsonl", '{"sentence": "a"}\n', "a.jsonl, line 1: there is no column 'label'"),
@@ -170,6 +190,11 @@ def test_bad_values(tmp_path: Path) -> None:
         TextData(str(tmp_path / "gone.csv")).examples("train")
     with pytest.raises(ValueError, match="val_fraction is 1.0"):
         TextData(path, val_fraction=1.0)
+    two = write(tmp_path, "two.csv", "sentence,label\na,x\nb,y\n")
+    with pytest.raises(ValueError, match="train part has 0 .* or change val_fraction=0.9"):
+        TextData(two, val_fraction=0.9).examples("train")
+    with pytest.raises(ValueError, match="The test part has 0 examples, .* 1 or more: add some.$"):
+        TextData(two, test=write(tmp_path, "t.csv", "sentence,label\n")).examples("test")
     with pytest.raises(ValueError, match="limit is 0"):
         TextData(path, limit=0)
     with pytest.raises(ValueError, match="vocab_size is 9, expected 259"):

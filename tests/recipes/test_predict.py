@@ -27,7 +27,7 @@ from recipes import cli
 from recipes.__main__ import dispatch
 from recipes.ending import commands, ending
 from recipes.export import main as export
-from recipes.predict import Predictor, abridged, has_answers, main, number
+from recipes.predict import Predictor, abridged, has_answers, main, number, read_inputs
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 COLORS = {"blue": (20, 30, 220), "green": (30, 200, 40), "red": (220, 20, 30)}
@@ -99,6 +99,11 @@ def test_pictures_with_texts_have_their_own_commands(kind, begins):
     assert len(lines) == (begins is not None)
     for line in lines:
         assert f"python -m recipes.albef.use {begins} --ckpt_path a.ckpt " in line
+
+
+def test_predict_sends_pictures_with_texts_where_they_are_answered():
+    with pytest.raises(ValueError, match="albef.use --help` says how; a model of entailment is"):
+        read_inputs(["a.jpg"], {"kind": "pictures and texts"}, None, None)
 
 
 @pytest.mark.parametrize("operations", [["add"], ["plug"]])

@@ -416,10 +416,11 @@ def test_your_own_texts_declare_what_they_need(scratch):
     BertTokenizer(vocab=dict(zip(vocabulary, range(99), strict=False))).save_pretrained("bert")
     rows = [f"the {words[i % 2]},{words[2 + i % 3]},{['yes', 'no'][i % 2]}\n" for i in range(40)]
     Path("my.csv").write_text("said,of,what\n" + "".join(rows))
+    Path("test.csv").write_text("said,of,what\n" + "".join(rows[:6]))
     Path("texts.txt").write_text("a good film\nthe bad plot\n" * 10)
     command = [
         "--preset", "own", "--data.train", "my.csv", "--unlabelled", "texts.txt",
-        "--data.text=said", "--data.pair=of", "--data.label=what",
+        "--data.test=test.csv", "--data.text=said", "--data.pair=of", "--data.label=what",
         "--data.num_workers=0", "--data.batch_size=8",
         "--model.architecture", str(scratch / "bert"), "--data.tokenizer", "bert",
         "--trainer.accelerator=cpu", "--adapt.trainer.max_epochs=1",
@@ -431,7 +432,7 @@ def test_your_own_texts_declare_what_they_need(scratch):
     table = read(run.out)
     here = {"row": "further"}
     examples = [by_seed(table, f"{part}_examples", here)[0] for part in ("train", "val", "test")]
-    assert examples == [36, 4, 4]
+    assert examples == [36, 4, 6]
 
 
 def test_rows_that_need_fewer_seeds_run_with_fewer():

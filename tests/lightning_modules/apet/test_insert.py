@@ -417,6 +417,7 @@ def test_a_new_bias_is_added_to_a_layer_s_output_and_to_a_norm_s(tmp_path):
     placement = bitfit(made("t5"), layers=ends)
     model = attach(made("t5"), Apet(placement))
     assert count(model) == 4 * 32 + 4 * 32 + (4 + 6 + 2) * 32 + 60
+    assert bitfit(made("t5"), ["lm_head"], ends).bias == placement.bias[:-1]
     assert torch.equal(still(model), still(made("t5")))
     output(model).square().sum().backward()
     assert all(parameter.grad.any() for parameter in tunables(model).values())

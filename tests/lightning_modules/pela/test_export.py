@@ -8,13 +8,18 @@ from torch import nn
 
 from lightning_modules.pela import export, factorize, plan_of
 from lightning_modules.pela.export import to_onnx, to_program
+from lightning_modules.pela.tome import add_tome
 
 
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    settings = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 4}
-    return factorize(timm.create_model("vit_tiny_patch16_224", num_classes=12, **settings)).eval()
+    return factorize(vit()).eval()
+
+
+def vit(depth=1):
+    settings = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": depth, "num_heads": 4}
+    return timm.create_model("vit_tiny_patch16_224", num_classes=12, **settings)
 
 
 @pytest.fixture
@@ -55,3 +60,10 @@ def test_one_image_would_fix_the_batch_size(model, images, tmp_path):
     for write in (export.to_onnx, export.to_program):
         with pytest.raises(ValueError, match="expected at least 2 images"):
             write(model, tmp_path / "model", images[:1])
+
+
+def test_a_model_that_merges_tokens_has_one_of_the_two_forms(images, tmp_path):
+    merging = add_tome(vit(depth=2), 3)
+    with pytest.raises(ValueError, match=r"blocks.0 merges tokens.*--to pt2 \(or to_program\)"):
+        to_onnx(merging, tmp_path / "model.onnx", images)
+    assert to_program(merging, tmp_path / "model.pt2", images).is_file()

@@ -22,7 +22,7 @@ from lightning_modules.pela import (
     plan_of,
     plan_uniform,
 )
-from lightning_modules.pela.baselines import lillama, maskalign
+from lightning_modules.pela.baselines import lillama, maskalign, tinybert
 from lightning_modules.pela.layers import low_rank_layers
 from lightning_modules.standalone import save
 
@@ -304,6 +304,25 @@ def eva():
 def test_maskalign_is_for_models_that_call_their_blocks_one_after_another():
     with pytest.raises(ValueError, match="Eva cannot leave tokens out: MaskAlign needs a timm ViT"):
         maskalign(eva(), eva(), torch.randn(2, 3, 28, 28))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("beit_base_patch16_224", "Beit reads the weights of blocks.0.attn.qkv without calling it"),
+        ("eva02_tiny_patch14_224", "Eva reads the weights of blocks.0.attn.qkv without calling it"),
+        ("vit_small_patch16_dinov3", "Eva turns queries and keys by rotary positions"),
+    ],
+)
+def test_tinybert_needs_the_scores_that_the_model_computes(name, said):
+    small = {"img_size": 56, "embed_dim": 64, "depth": 1, "num_heads": 2, "num_classes": CLASSES}
+    if "patch14" not in name:
+        small["img_size"] = 32
+    model = timm.create_model(name, **small).eval()
+    images = torch.randn(2, 3, small["img_size"], small["img_size"])
+    with pytest.raises(ValueError, match=f"{said}.*choose method lillama"):
+        tinybert(model, copy.deepcopy(model), images)
+    assert lillama(model, copy.deepcopy(model), images)[1].isfinite()
 
 
 def test_lillama_calls_blocks_with_all_that_the_model_gives_them():
