@@ -64,14 +64,16 @@ class TextToTextData(PromptedData):
         files: names of the train, val and test files, if they differ from the published ones
             (required for "columns"); without a test file the val file is the test part.
         encoder_decoder: whether the model is an encoder–decoder, such as T5.
-        target_length: most tokens of a target; longer ones are truncated.
+        target_length: most tokens of a target, the end-of-text token included; longer ones are
+            truncated.
         val_fraction: share of the training inputs, drawn by `seed`, that is held out for validation
             instead of the val file, which then serves as test only (NQ-Open has no test file); an
             input's answers stay together. 0 holds nothing out.
         **kwargs: see `PromptedData`.
 
     Raises:
-        ValueError: for files that the form or the source does not take.
+        ValueError: for files that the form or the source does not take, or a `target_length` that
+            leaves no token to the target.
     """
 
     def __init__(
@@ -102,6 +104,11 @@ class TextToTextData(PromptedData):
             raise ValueError(
                 f"form is {form!r} and files is {files}, expected nq_open without files, which the "
                 "generator writes: set --data.source folder to read your own."
+            )
+        if target_length < 2:
+            raise ValueError(
+                f"target_length is {target_length}, expected 2 or more: one token of the target, "
+                "and the end-of-text token."
             )
         require_share(val_fraction, "0 to validate on the val file")
         self.val_fraction = val_fraction
@@ -187,7 +194,7 @@ def read_squad(path: Path) -> Iterator[Pair]:
             for paragraph in article["paragraphs"]:
                 for question in paragraph["qas"]:
                     answers = [answer["text"] for answer in question["answers"]]
-                    text = f"{question['question']} {paragraph['context']}"
+                    text = " ".join([question["question"], paragraph["context"]])
                     yield from _answered(text, answers, f"{path}, {question['question']!r}")
 
 
@@ -232,8 +239,14 @@ def read_multi_news(path: Path) -> Iterator[Pair]:
         yield _summarised(source.replace("NEWLINE_CHAR", "\n"), target, place)
 
 
-def _pair(text: str, target: Any, place: str) -> Pair:
-    """A pair whose target is not empty; its text may be, as in Multi-News."""
+def _pair(text: Any, target: Any, place: str) -> Pair:
+    """A pair whose target is not empty; its text may be, as in Multi-News, or null."""
+    text = "" if text is None else text  # `datasets` reads an empty cell of a csv as null
+    if not isinstance(text, str):
+        raise ValueError(
+            f"{place}: the input is {text!r}, expected a text: correct it, or remove it with its "
+            "target."
+        )
     if not isinstance(target, str) or not target.strip():
         raise ValueError(
             f"{place}: the target is {target!r}, expected a text: fill it in, or remove it with "
@@ -242,7 +255,7 @@ def _pair(text: str, target: Any, place: str) -> Pair:
     return Pair(text, target)
 
 
-def _answered(text: str, answers: Iterable[str], place: str) -> Iterator[Pair]:
+def _answered(text: Any, answers: Iterable[str], place: str) -> Iterator[Pair]:
     return (_pair(text, answer, place) for answer in dict.fromkeys(answers))
 
 
@@ -274,7 +287,7 @@ def read_hub(form: str, name: str, part: str) -> Iterator[Pair]:
         for number, row in enumerate(rows, start=1):
             place = f"{name}, {part}, row {number}"
             if form == "squad":
-                text = f"{row['question']} {row['context']}"
+                text = " ".join([row["question"], row["context"]])
                 yield from _answered(text, row["answers"]["text"], place)
             elif form == "nq_open":
                 yield from _answered_in_nq_open(row, place)

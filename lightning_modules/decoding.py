@@ -98,6 +98,8 @@ def generate(
         do_sample=False,
         repetition_penalty=1.0,
         no_repeat_ngram_size=0,
+        min_length=0,
+        min_new_tokens=0,
     )
     with evaluating(model), torch.no_grad():
         generated = model.generate(
@@ -124,8 +126,10 @@ def _check(ids: Tensor, mask: Tensor, model: Any, max_new_tokens: int) -> None:
             "DataModule's prompt_dataloader."
         )
     longest = getattr(model.config, "max_position_embeddings", None)
-    if longest is not None and ids.shape[1] + max_new_tokens > longest:
+    soft = len(getattr(model, "apet_prompt", ()))  # soft tokens before the text
+    if longest is not None and soft + ids.shape[1] + max_new_tokens > longest:
+        before = f", {soft} soft tokens before it" * bool(soft)
         raise ValueError(
-            f"A prompt of {ids.shape[1]} tokens and max_new_tokens={max_new_tokens} are more than "
-            f"the {longest} positions of the model: shorten the prompt or max_new_tokens."
+            f"A prompt of {ids.shape[1]} tokens{before} and max_new_tokens={max_new_tokens} are "
+            f"more than the {longest} positions of the model: shorten the prompt or max_new_tokens."
         )

@@ -162,9 +162,9 @@ class Nesting:
                 f"layers, give one for each, such as {self._example(layers)}"
             )
         for index in chosen:
-            if not 0 <= index < len(names):
+            if index not in range(len(names)):
                 raise ValueError(
-                    f"unknown granularity {index}: this model has 0 to {len(names) - 1} "
+                    f"unknown granularity {index!r}: this model has 0 to {len(names) - 1} "
                     f"({', '.join(names)})"
                 )
         return chosen

@@ -128,7 +128,7 @@ def speculative_generate(
     Raises:
         ValueError: if the draft is larger than the verifier or has another vocabulary, a prompt is
             too long for the model, padded on the right or empty, the model has layers without
-            full attention, or an argument is out of range.
+            full attention or soft tokens (APET's prompt), or an argument is out of range.
     """
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     ends = _end_tokens(model, eos_token_id)
@@ -136,6 +136,11 @@ def speculative_generate(
     models = [model, *([draft] if isinstance(draft, nn.Module) else [])]
     for one, name in zip(models, ("model", "draft"), strict=False):
         _check_positions(one, input_ids, max_new_tokens, name)
+        if soft := len(getattr(one, "apet_prompt", ())):
+            raise ValueError(
+                f"the {name} has {soft} soft tokens before its input, in slots of the cache that "
+                "no token has: write with lightning_modules.decoding.generate"
+            )
     _check_layers(model, input_ids, max_new_tokens, cut=draft_tokens != 0 or compiled)
     if stop_strings and tokenizer is None:
         raise ValueError("stop_strings need the tokenizer that wrote the prompts: give tokenizer")

@@ -182,6 +182,13 @@ def test_a_set_is_loaded_by_its_hub_name_only_where_that_is_asked_for(monkeypatc
     assert asked == [("google-research-datasets/nq_open", "val")]
 
 
+def test_an_empty_input_may_be_null(tmp_path):
+    """As `datasets` reads an empty cell of a csv."""
+    data = made(tmp_path, form="samsum")
+    (tmp_path / "train.json").write_text('[{"dialogue": null, "summary": "a"}]')
+    assert data.examples("train") == [("", "a")]
+
+
 EMPTY_ROWS = {
     "squad": {"question": "Who?", "context": "Blue.", "answers": {"text": [""]}},
     "nq_open": {"question": "who", "answer": []},
@@ -207,6 +214,14 @@ def test_a_set_with_other_columns_is_said(tmp_path):
         TextToTextData(form="squad", source="hub", root=str(tmp_path)).examples("train")
 
 
+def squad_file(*answers):
+    questions = [
+        {"question": f"Which {n}?", "answers": [{"text": text} for text in texts]}
+        for n, texts in enumerate(answers, start=1)
+    ]
+    return json.dumps({"data": [{"paragraphs": [{"context": "Blue.", "qas": questions}]}]})
+
+
 COLUMNS = {"form": "columns", "files": {"train": "a.csv", "val": "a.csv"}}
 BAD = [
     ({"form": "trivia"}, {}, "expected squad, nq_open, samsum, multi_news or columns"),
@@ -222,6 +237,25 @@ BAD = [
     (COLUMNS, {"a.csv": "text,summary\nx,y\n"}, "no column 'target', .*: rename the column"),
     (COLUMNS, {"a.csv": "text,target\nx,y\nx,\nx, \n"}, "line 3: there is no .* in 2 of 3 rows"),
     ({"form": "samsum"}, {"train.json": "[1]"}, "not in SAMSum's form"),
+    (
+        {"form": "samsum"},
+        {"train.json": '[{"dialogue": 5, "summary": "a"}]'},
+        "train.json, entry 1: the input is 5, expected a text",
+    ),
+    (
+        {"form": "nq_open"},
+        {"train.jsonl": '{"question": ["a"], "answer": ["b"]}'},
+        "train.jsonl, line 1: the input is .'a'., expected a text",
+    ),
+    (
+        {"form": "squad"},
+        {"train.json": squad_file(["a"]).replace('"Blue."', "null")},
+        "not in SQuAD's form .*NoneType",
+    ),
+    *(
+        ({"form": "nq_open", "target_length": length}, {}, f"target_length is {length}, expected 2")
+        for length in (1, 0, -1)
+    ),
     ({"form": "samsum"}, {"train.json": "[{"}, "train.json: this is no JSON"),
     ({"form": "squad"}, {"train.json": '{"data": [{"paragraphs": 3}]}'}, "not in SQuAD's form"),
     ({"form": "multi_news", "files": {"train": "a.txt"}}, {}, "a.txt has no src in its name"),
@@ -236,14 +270,6 @@ def test_bad_files_are_said(arguments, files, message, tmp_path):
         for name, text in files.items():
             (tmp_path / name).write_text(text)
         data.examples("train")
-
-
-def squad_file(*answers):
-    questions = [
-        {"question": f"Which {n}?", "answers": [{"text": text} for text in texts]}
-        for n, texts in enumerate(answers, start=1)
-    ]
-    return json.dumps({"data": [{"paragraphs": [{"context": "Blue.", "qas": questions}]}]})
 
 
 SAID = "expected a text: fill it in, or remove it with its input"

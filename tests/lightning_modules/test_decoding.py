@@ -12,6 +12,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from datamodules import E2EData
 from datamodules.tokens import train_tokenizer
+from lightning_modules.apet import Apet, attach
+from lightning_modules.apet import prompt as soft_tokens
 from lightning_modules.decoding import NoRepeatAfterPrompt, generate
 from lightning_modules.vera import add_vera, merge
 
@@ -148,6 +150,20 @@ def test_neither_dropout_nor_what_a_published_model_brings_has_a_say(data: E2EDa
     assert texts() == first
 
 
+@pytest.mark.parametrize("name", ["min_length", "min_new_tokens"])
+def test_a_published_model_s_least_length_has_no_say(name: str) -> None:
+    """A summariser's, such as the 56 tokens of BART's for news."""
+    tokenizer = words("end", "one", "two", "three")
+    model = gpt2(4)
+    with torch.no_grad():
+        model.lm_head.bias = torch.nn.Parameter(torch.tensor([1e6, 0, 0, 0]).double())
+    for beams in (1, 2):
+        model.generation_config.update(**{name: 0})
+        assert generate(model, prompt(1, 2), tokenizer, beams, max_new_tokens=8) == [""]
+        model.generation_config.update(**{name: 6})
+        assert generate(model, prompt(1, 2), tokenizer, beams, max_new_tokens=8) == [""]
+
+
 @pytest.mark.parametrize("one_token", [True, False])
 def test_a_blank_line_ends(one_token: bool) -> None:
     text = " Good food.\n\n Yes."
@@ -182,3 +198,7 @@ def test_bad_prompts(data: E2EData) -> None:
         generate(model, right, data.tokenizer)
     with pytest.raises(ValueError, match="200 tokens and max_new_tokens=64 .* the 256 positions"):
         generate(model, prompt(*[3] * 200), data.tokenizer)
+    attach(model, Apet(soft_tokens(8)))
+    assert len(generate(model, prompt(*[3] * 184), data.tokenizer)) == 1
+    with pytest.raises(ValueError, match="185 tokens, 8 soft tokens .* the 256 positions"):
+        generate(model, prompt(*[3] * 185), data.tokenizer)

@@ -219,6 +219,7 @@ def test_training_cost_of_the_paper():
         (-1, "unknown granularity -1"),
         ([0, 1], "has 2 entries: this model has 3 nested layers"),
         ([0, 1, 9], "unknown granularity 9"),
+        (["S", "S", "M"], r"unknown granularity 'S': this model has 0 to 3 \(S, M, L, XL\)"),
     ],
 )
 def test_unknown_granularity(wrong, message):

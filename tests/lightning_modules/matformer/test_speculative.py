@@ -12,6 +12,8 @@ from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from datamodules.tokens import train_tokenizer
+from lightning_modules.apet import Apet, attach
+from lightning_modules.apet import prompt as soft_tokens
 from lightning_modules.matformer import drafts, views
 from lightning_modules.matformer.nest import nest, set_granularity
 from lightning_modules.matformer.speculative import (
@@ -314,6 +316,15 @@ def test_bad_input_is_said_in_a_sentence(settings, said):
     with pytest.raises(ValueError) as error:
         speculative_generate(build(), **arguments)
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize("place", ["model", "draft"])
+def test_soft_tokens_are_refused(place):
+    """They take slots of the cache that no token has."""
+    models = {"model": build(), "draft": build()}
+    attach(models[place], Apet(soft_tokens(2)))
+    with pytest.raises(ValueError, match=f"the {place} has 2 soft tokens"):
+        speculative_generate(input_ids=prompts(), **models)
 
 
 def test_a_sliding_window_is_refused():
