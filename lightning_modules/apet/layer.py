@@ -119,7 +119,8 @@ class TunedLinear(Tuned):
 
         A bias of which no element is trained is None: it is zero.
         """
-        w5, b5 = _rows(self, "w5"), self._parameters.get("apet_b5")
+        w5 = _rows(self, "w5")
+        b5: Tensor | None = self._parameters.get("apet_b5")
         if b5 is not None and len(b5) < len(w5):
             b5 = F.pad(b5, (0, len(w5) - len(b5)))
         return w5, b5, _rows(self, "w6"), self._parameters.get("apet_b6")
