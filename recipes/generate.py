@@ -38,9 +38,13 @@ def main(argv: Sequence[str] | None = None) -> str:
     if options.granularity is not None:
         set_granularity(model, options.granularity)
     prompt = sys.stdin.read() if options.prompt is None else options.prompt
-    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
-    if not ids.numel():
+    begin = [tokenizer.bos_token_id] if options.bos else []
+    if None in begin:
+        raise ValueError(f"the tokenizer of {options.model} has no BOS token: leave --bos out")
+    tokens_of_prompt = tokenizer(prompt, add_special_tokens=False).input_ids
+    if not tokens_of_prompt:
         raise ValueError("the prompt is empty: give --prompt TEXT, or text on the standard input")
+    ids = torch.tensor([[*begin, *tokens_of_prompt]])
     tokens = options.tokens
     if tokens is None:
         positions = getattr(model.config, "max_position_embeddings", None) or math.inf
@@ -94,6 +98,7 @@ def command_line() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("model", metavar="CKPT", help="a checkpoint of MatLM, or a folder of transformers")
     add("--prompt", metavar="TEXT", help="default: the standard input")
+    add("--bos", action="store_true", help="begin with a BOS token, as for Llama and Gemma")
     add("--tokens", type=int, metavar="N", help="new tokens at most; default 128, or what fits")
     add("--granularity", metavar="G", help="size that generates: XL (default), L, S*6+M*6")
     add("--draft", metavar="G", help="draft model: a granularity, a checkpoint or a folder")

@@ -518,6 +518,25 @@ def test_a_checkpoint_writes_text_by_itself(trained, capsys):
     generate.main([str(file), "--prompt", "a", "--tokens", "5", *short])
 
 
+def test_a_text_can_begin_with_a_bos_token(trained, tmp_path, monkeypatch):
+    file, seen = trained.out / "seed0" / "matlm" / "checkpoints" / "last.ckpt", []
+
+    def decode(model, ids, *arguments, **more):
+        seen.append(ids.tolist()[0])
+        return speculative_generate(model, ids, *arguments, **more)
+
+    monkeypatch.setattr(generate, "speculative_generate", decode)
+    for more in ([], ["--bos"]):
+        generate.main([str(file), "--prompt", "def main(", "--tokens", "2", *more])
+    _, tokenizer = generate.load(str(file))
+    assert seen[1] == [tokenizer.bos_token_id, *seen[0]]
+    export(Predictor(file, device="cpu"), tmp_path / "S", None, "S")
+    config = tmp_path / "S" / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "bos_token": None}))
+    with pytest.raises(ValueError, match="has no BOS token: leave --bos out"):
+        generate.main([str(tmp_path / "S"), "--bos", "--prompt", "def "])
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
