@@ -93,6 +93,7 @@ class PromptedData(TokenizedData):
         return {
             "kind": "prompts",
             "template": self.template,
+            "stripped": self.encode_prompts([f" {prompt} "]) == [ids],  # of surrounding space
             "before": ids[:start],
             "behind": ids[start + len(plain) :],
             "tokenizer": tokenizer_state(self.tokenizer),

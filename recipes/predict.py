@@ -160,7 +160,11 @@ class Predictor:
         return self._classes(answers)
 
     def _prompts(self, inputs: Sequence[str]) -> list[Prediction]:
-        texts = [self.description["template"].replace("{input}", one) for one in inputs]
+        stripped = self.description.get("stripped")
+        texts = [
+            self.description["template"].replace("{input}", one.strip() if stripped else one)
+            for one in inputs
+        ]
         before, behind = self.description["before"], self.description["behind"]
         longest = self.description.get("max_length")  # without it, nothing is cut
         room = None if longest is None else longest - len(before) - len(behind)

@@ -419,10 +419,18 @@ def test_a_language_model_writes_text(stage, prompts, longest, monkeypatch, tmp_
     assert list(table.columns) == ["input", "prediction"]
     assert table["input"].tolist() == prompts
     seen = []
-    monkeypatch.setattr("recipes.predict.generate", lambda *_, **how: seen.append(how) or [""] * 2)
+    batches = []
+    monkeypatch.setattr(
+        "recipes.predict.generate",
+        lambda _, batch, *__, **how: batches.append(batch) or seen.append(how) or [""] * 2,
+    )
     for given in (None, 5):
         Predictor(tmp_path / "last.ckpt", max_new_tokens=given)(prompts)
     assert [how["max_new_tokens"] for how in seen] == [longest, 5]
+    # surrounding space goes where it goes in training
+    Predictor(tmp_path / "last.ckpt")([f" {one}  " for one in prompts])
+    same = torch.equal(batches[0]["input_ids"], batches[2]["input_ids"])
+    assert same == (stage == "apet/generation")
 
 
 @pytest.mark.parametrize("text", ["nan", "-3", "0", "many", "M", ""])
