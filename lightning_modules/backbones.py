@@ -212,6 +212,11 @@ def positions_of(model: Any) -> int | None:
     return rows if rows is None or padding is None else rows - padding - 1
 
 
+def soft_tokens(model: Any) -> int:
+    """How many soft tokens APET puts before a model's input."""
+    return len(getattr(model, "apet_prompt", ()))
+
+
 def text_inputs(batch: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
     """A batch's keyword arguments for a transformers model: all but its labels.
 
@@ -221,7 +226,7 @@ def text_inputs(batch: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
     """
     length = batch["input_ids"].shape[1]
     longest = positions_of(model)
-    prompt = len(getattr(model, "apet_prompt", ()))  # soft tokens before the text
+    prompt = soft_tokens(model)
     if longest is not None and prompt + length > longest:
         before = f" after a prompt of {prompt}" * bool(prompt)
         raise ValueError(

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import NoRepeatNGramLogitsProcessor
 
+from lightning_modules.backbones import positions_of, soft_tokens
 from lightning_modules.modes import evaluating
 
 
@@ -125,8 +126,7 @@ def _check(ids: Tensor, mask: Tensor, model: Any, max_new_tokens: int) -> None:
             "A prompt ends in padding, expected padding on the left only: take the batches of a "
             "DataModule's prompt_dataloader."
         )
-    longest = getattr(model.config, "max_position_embeddings", None)
-    soft = len(getattr(model, "apet_prompt", ()))  # soft tokens before the text
+    longest, soft = positions_of(model), soft_tokens(model)
     if longest is not None and soft + ids.shape[1] + max_new_tokens > longest:
         before = f", {soft} soft tokens before it" * bool(soft)
         raise ValueError(

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from lightning_modules import apet, vera
 from lightning_modules.counting import count_parameters
 from lightning_modules.pela.layers import low_rank_layers
-from lightning_modules.pela.tome import MergingBlock
+from lightning_modules.pela.tome import MergingBlock, refuse_merging
 
 FORMAT = 3
 LOADER = '''"""Loads the model of this folder; needs {library} and safetensors."""
@@ -224,12 +224,7 @@ def _refuse_unknown(model: nn.Module, dense: nn.Module) -> None:
 
     Also one whose blocks merge tokens: its tensors are the library's, and its outputs are not.
     """
-    for name, module in model.named_modules():
-        if isinstance(module, MergingBlock):
-            raise ValueError(
-                f"{name} merges tokens, which a model of timm does not: export the classifier with "
-                "--to pt2 (or to_program), which keeps it"
-            )
+    refuse_merging(model, "which a model of timm does not")
     known = dense.state_dict().keys()
     pairs = tuple(f"{name}.{part}." for name in low_rank_layers(model) for part in "uv")
     for name in model.state_dict():

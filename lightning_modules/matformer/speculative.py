@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import StopStringCriteria
 
+from lightning_modules.backbones import positions_of, soft_tokens
 from lightning_modules.decoding import end_tokens
 from lightning_modules.matformer.drafts import Reader, Slots, drafter
 from lightning_modules.matformer.nest import Granularity
@@ -136,7 +137,7 @@ def speculative_generate(
     models = [model, *([draft] if isinstance(draft, nn.Module) else [])]
     for one, name in zip(models, ("model", "draft"), strict=False):
         _check_positions(one, input_ids, max_new_tokens, name)
-        if soft := len(getattr(one, "apet_prompt", ())):
+        if soft := soft_tokens(one):
             raise ValueError(
                 f"the {name} has {soft} soft tokens before its input, in slots of the cache that "
                 "no token has: write with lightning_modules.decoding.generate"
@@ -155,7 +156,7 @@ def speculative_generate(
         loop = _Loop(verifier, drafting, do_sample, temperature, generator, record)
         adapted = draft_tokens == "adaptive"
         cost = relative_cost(verifier, drafting, input_ids) if adapted else 0.0
-        limits = [limit for one in models if (limit := _positions(one)) is not None]
+        limits = [limit for one in models if (limit := positions_of(one)) is not None]
         slots = Slots(input_ids, mask, min(limits, default=None))
         latest = loop.begin(slots)
         rows = [_Row(prompt, ends, stop, max_new_tokens) for prompt in input_ids]
@@ -345,13 +346,8 @@ def _end_tokens(model: Any, given: int | Sequence[int] | None) -> list[int]:
     return end_tokens(given)
 
 
-def _positions(model: Any) -> int | None:
-    """How many positions a model has; None if its configuration gives no limit."""
-    return getattr(model.config, "max_position_embeddings", None)
-
-
 def _check_positions(model: Any, ids: Tensor, new: int, name: str) -> None:
-    longest = _positions(model)
+    longest = positions_of(model)
     if longest is not None and ids.shape[1] + new > longest:
         raise ValueError(
             f"a prompt of {ids.shape[1]} tokens and max_new_tokens={new} are more than the "

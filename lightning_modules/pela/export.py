@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lightning_modules.pela.tome import MergingBlock
+from lightning_modules.pela.tome import refuse_merging
 
 TOLERANCE = 1e-4  # largest difference of float32 outputs, relative to the largest output
 
@@ -36,12 +36,8 @@ def to_onnx(model: nn.Module, file: str | Path, example: Tensor) -> Path:
     """
     import onnxruntime
 
-    for name, module in model.named_modules():
-        if isinstance(module, MergingBlock):  # PyTorch 2's exporter fails at its attention mask
-            raise ValueError(
-                f"{name} merges tokens, which PyTorch cannot write as ONNX: export the classifier "
-                "with --to pt2 (or to_program)"
-            )
+    # PyTorch 2's exporter fails at the attention mask of a merging block
+    refuse_merging(model, "which PyTorch cannot write as ONNX")
     file, model, example = _prepare(model, file, example)
     program = torch.onnx.export(
         model,

@@ -62,6 +62,24 @@ class MergingBlock(Block):
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
+def refuse_merging(model: nn.Module, why: str) -> None:
+    """Refuse a model with merging blocks, for a file that cannot keep them.
+
+    Args:
+        model: any.
+        why: the file cannot, which continues "merges tokens, ".
+
+    Raises:
+        ValueError: naming the first of the blocks.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, MergingBlock):
+            raise ValueError(
+                f"{name} merges tokens, {why}: export the classifier with --to pt2 (or "
+                "to_program), which keeps it"
+            )
+
+
 def add_tome(model: nn.Module, r: int) -> nn.Module:
     """Make every block of a timm ViT merge r tokens, in place; weights do not change.
 
