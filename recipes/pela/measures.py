@@ -139,12 +139,12 @@ def make_start(m: Measuring) -> Iterator[Row]:
     yield from ()
 
 
-def make_pruned(m: Measuring) -> Iterator[Row]:
-    """Write a model without the feed-forward neurons that matter least on training images."""
+def make_sorted(m: Measuring) -> Iterator[Row]:
+    """Write a model, or a slice, whose neurons are sorted by importance on training images."""
     model = build(m).model
     reorder(model, importance(model, calibration_images(m), "ffn"))
-    small = extract(nest(model, m.settings["fractions"]), m.settings["slice"])
-    save_file(small.state_dict(), m.folder / "model.safetensors")
+    part = extract(nest(model, m.settings["fractions"]), m.settings["slice"])
+    save_file(part.state_dict(), m.folder / "model.safetensors")
     yield from ()
 
 

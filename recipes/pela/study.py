@@ -33,9 +33,10 @@ class Treatment:
         module: class of the stage's LightningModule.
         settings: in which the row differs from the stage's file, besides its initial weights.
         start: the initial weights. "svd": the dense weights, which the stage factorises; "dense":
-            the dense weights as they are; "scratch": random weights, factorised; "pruned": a model
-            with fewer neurons; or a pair (ranks, factors): a low-rank model that `compress` makes
-            with these arguments.
+            the dense weights as they are; "scratch": random weights, factorised; "sorted": the
+            dense weights with the most important neurons first; "pruned": a model of the first of
+            these; or a pair (ranks, factors): a low-rank model that `compress` makes with these
+            arguments.
         tuned_as: the row whose trials choose this row's settings.
     """
 
@@ -64,7 +65,7 @@ TREATMENTS = {
     ),
     "lillama": Treatment(f"{MODULES}Distillation", {"model.method": "lillama"}, tuned_as="lillama"),
     "pruned": Treatment(settings={"model.beta": 0.0}, start="pruned", tuned_as="pruned"),
-    "nested": Treatment("lightning_modules.matformer.MatViT", start="dense", tuned_as="nested"),
+    "nested": Treatment("lightning_modules.matformer.MatViT", start="sorted", tuned_as="nested"),
     "tome": Treatment(f"{MODULES}TokenMerging", start="dense", tuned_as="tome"),
     "lora": Treatment(f"{MODULES}LoRA", {"model.lora_rank": 8}, "dense", "lora"),
     "continued": Treatment(f"{MODULES}Classifier", start="dense", tuned_as="continued"),
@@ -166,7 +167,7 @@ class Study:
     def row(self, row: str, ratio: float) -> Stage | None:
         """Declare a row's training and scores at a ratio; None where the row lacks that ratio."""
         treatment = TREATMENTS[row]
-        if treatment.start == "dense" and row != "nested" and ratio != self.main_ratio:
+        if treatment.start == "dense" and ratio != self.main_ratio:
             return None
         if row in ("nested", "pruned") and slice_of(ratio, self.grid["fractions"]) is None:
             return None
@@ -226,6 +227,7 @@ class Study:
         treatment, weights = TREATMENTS[row], weights or self.weights
         varied: dict[str, Any] = {"model.init_from": weights, "model.pretrained": False}
         if row == "nested":
+            varied["model.init_from"] = self.sorted_weights(row, ratio, weights)
             return {**varied, "model.fractions": self.grid["fractions"]}
         varied["model.ratio"] = ratio if treatment.start in ("svd", "scratch") else None
         if treatment.start == "scratch":
@@ -247,26 +249,27 @@ class Study:
             )  # fmt: skip
             varied["model.init_from"] = low_rank / "low_rank"
         if row == "pruned":
-            fractions = self.grid["fractions"]
-            name = slice_of(ratio, fractions)
-            trial = weights is not self.weights
-            label = "trial-pruned" if trial else f"k{ratio:g}-pruned"
-            pruned = self.run.measure(
-                f"{self.name}-{label}-start",
-                self.seed,
-                measures.make_pruned,
-                settings={
-                    "model": self.model_and_data["model"],
-                    "data": self.trial_data() if trial else self.model_and_data["data"],
-                    "init_from": weights,
-                    "fractions": fractions,
-                    "slice": name,
-                },
-            )
-            varied["model.init_from"] = pruned / "model.safetensors"
+            varied["model.init_from"] = self.sorted_weights(row, ratio, weights)
             varied["model.teacher_args"] = self.settings.model_args or {}
             varied["model.model_args"] = self.pruned_args(ratio)
         return varied
+
+    def sorted_weights(self, row: str, ratio: float, weights: Any) -> Artifact:
+        """The dense model with its most important neurons first, for `pruned` with these alone."""
+        trial = weights is not self.weights
+        start = self.run.measure(
+            f"{self.name}-trial-{row}-start" if trial else f"{self.name}-k{ratio:g}-{row}-start",
+            self.seed,
+            measures.make_sorted,
+            settings={
+                "model": self.model_and_data["model"],
+                "data": self.trial_data() if trial else self.model_and_data["data"],
+                "init_from": weights,
+                "fractions": self.grid["fractions"],
+                "slice": slice_of(ratio, self.grid["fractions"]) if row == "pruned" else "XL",
+            },
+        )
+        return start / "model.safetensors"
 
     def trial_data(self) -> dict[str, Any]:
         """The data of trials, whose training part leaves out the held-out images."""

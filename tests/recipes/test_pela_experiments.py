@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from datamodules import DigitsData
 from lightning_modules.pela import PELA, Classifier
@@ -301,6 +302,38 @@ def looking(tmp_path_factory):
     config = parse(FILE, "tiny", ["--data.batch_size=8", "--data.eval_batch_size=100"])
     given = {"model": config.model.as_dict(), "data": config.data.as_dict()}
     return Measuring(0, given, {}, tmp_path_factory.mktemp("node"))
+
+
+def test_a_nested_model_starts_with_its_neurons_sorted(looking, tmp_path):
+    """Its small slices are then the neurons that `pruned` keeps, as `recipes.matformer` does it."""
+    flags = ["--preset", "small", "--rows", "nested,pruned", "--out", str(tmp_path)]
+    run = command_line(vision.EXPERIMENT, flags)
+    vision.declare(run)
+    nodes = {folder.name: node for folder, node in run.nodes.items()}
+    for row, name in (("nested", "XL"), ("pruned", "M")):
+        for label in (f"deit_b-k2-{row}", f"deit_b-trial-{row}-0"):
+            starts = [one for one in nodes[label].waits_for() if one.name.endswith(f"{row}-start")]
+            assert [one.settings["slice"] for one in starts] == [name]
+    written = {}
+    for name in ("XL", "M"):
+        given = {**looking.settings, "fractions": [0.125, 0.25, 0.5, 1.0], "slice": name}
+        folder = tmp_path / name
+        folder.mkdir()
+        torch.manual_seed(0)  # build() has no weights to start from here
+        assert not list(measures.make_sorted(Measuring(0, given, {}, folder)))
+        written[name] = load_file(folder / "model.safetensors")
+    torch.manual_seed(0)
+    dense = measures.build(looking).model
+    images = torch.randn(2, 3, 8, 8)
+    before, moved = (
+        dense(images),
+        not torch.equal(dense.blocks[0].mlp.fc1.weight, written["XL"]["blocks.0.mlp.fc1.weight"]),
+    )
+    dense.load_state_dict(written["XL"])
+    assert moved and torch.allclose(dense(images), before, atol=1e-5)
+    for key, part in written["M"].items():
+        whole = written["XL"][key]
+        assert torch.equal(part, whole[tuple(slice(side) for side in part.shape)])
 
 
 def test_similarity_is_the_mean_cosine_of_all_pairs(looking):
