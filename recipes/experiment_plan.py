@@ -7,6 +7,7 @@ steps of that stage left. If it needs a file that a measurement will write, it i
 its YAML file has in that setting, and the plan notes it.
 """
 
+import math
 import os
 import shutil
 import tempfile
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from recipes.executors import threads_of
+from recipes.executors import threads_of, visible_gpus
 from recipes.flags import key_of, passing
 from recipes.messages import sentence
 from recipes.nodes import (
@@ -216,6 +217,7 @@ def summary(run: "Run", groups: Sequence[Group], start: float) -> list[str]:
     parts = [f"{len(left)} of {len(stages)} trainings are to do: {_hours(seconds)}"]
     if run.options.jobs > 1:
         parts.append(f"or {_hours(seconds / run.options.jobs)} if {run.options.jobs} run at once")
+        parts += memory_at_once(run, groups)
     if took:
         parts.append(f"the finished ones took {_hours(took)}")
     if unplanned:
@@ -234,6 +236,30 @@ def summary(run: "Run", groups: Sequence[Group], start: float) -> list[str]:
     missing = [line for line in dict.fromkeys(reads) if line.startswith("missing")]
     present = [line for line in dict.fromkeys(reads) if line not in missing]
     return [*present, *missing, "; ".join(parts) + "."]
+
+
+def memory_at_once(run: "Run", groups: Sequence[Group]) -> list[str]:
+    """A line on the memory that the largest stages of --jobs take together, where it is known.
+
+    On GPUs it is that of the fullest one. Python and its libraries, in each process, are not
+    included. On a cluster, or where a stage has several devices, nothing is known.
+    """
+    sizes = sorted(
+        (sum(one.plan.memory.values()) for one in groups if one.plan for _ in one.left),
+        reverse=True,
+    )
+    if not sizes or run.options.cluster or run.flags.several():
+        return []
+    gpus = len(visible_gpus())
+    together = sum(sizes[: math.ceil(run.options.jobs / max(1, gpus))])
+    if gpus:
+        place, room = "a GPU", torch.cuda.get_device_properties(0).total_memory
+    else:
+        place, room = "this machine", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return [
+        f"at once they take up to {together / 2**30:,.1f} GB of the {room / 2**30:,.1f} GB of "
+        f"memory that {place} has{', which is too little: lower --jobs' * (together > room)}"
+    ]
 
 
 def existing(path: Path) -> Path:

@@ -138,6 +138,34 @@ def test_room_for_the_checkpoints(tmp_path, measured, monkeypatch, capsys, free,
     assert ("too little" not in said) is enough
 
 
+@pytest.mark.parametrize("megabytes, enough", [(3, True), (2, False)])
+def test_memory_of_the_stages_that_run_at_once(
+    tmp_path, measured, monkeypatch, capsys, megabytes, enough
+):
+    pages = {"SC_PAGE_SIZE": 2**10, "SC_PHYS_PAGES": megabytes * 2**10 - 1}
+    monkeypatch.setattr(experiment_plan.os, "sysconf", pages.get)
+    monkeypatch.setattr(experiment_plan, "visible_gpus", list)
+    show(planned(tmp_path, "--only", "trial1,trial2", "--jobs", "8"), start=0.0)
+    said = " ".join(capsys.readouterr().out.split())
+    # two stages of a megabyte each: no more are left than these
+    assert "at once they take up to 0.0 GB of the 0.0 GB of memory that this machine has" in said
+    assert ("too little: lower --jobs" not in said) is enough
+    show(planned(tmp_path, "--only", "trial1,trial2"), start=0.0)
+    assert "at once" not in capsys.readouterr().out
+
+
+def test_memory_of_stages_that_share_gpus(tmp_path, measured, monkeypatch, capsys):
+    memory = SimpleNamespace(total_memory=2**19)
+    monkeypatch.setattr(experiment_plan.torch.cuda, "get_device_properties", lambda place: memory)
+    monkeypatch.setattr(experiment_plan, "visible_gpus", lambda: ["0", "1"])
+    show(planned(tmp_path, "--only", "trial1,trial2", "--jobs", "2"), start=0.0)
+    assert "that a GPU has, which is too little" in " ".join(capsys.readouterr().out.split())
+    memory.total_memory = 2**20  # one stage each
+    show(planned(tmp_path, "--only", "trial1,trial2", "--jobs", "2"), start=0.0)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "that a GPU has" in said and "too little" not in said
+
+
 def test_missing_data_are_said_once_and_nothing_is_measured(tmp_path, measured, capsys):
     flags = ["--preset", "paper", "--data.root", str(tmp_path / "no"), "--only", "trial1,wide"]
     run = planned(tmp_path, *flags)
