@@ -3,6 +3,7 @@
 The data families are in image_folders.py, imagenet.py, cub.py, torchvision_sets.py and digits.py.
 """
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from lightning.pytorch.utilities.seed import isolate_rng
-from PIL import Image
+from PIL import Image, ImageOps
 from timm.data import Mixup, auto_augment, create_transform
 from timm.data.mixup import mixup_target
 from torch import Tensor
@@ -65,13 +66,16 @@ def read_image(path: str | Path) -> Image.Image:
 
 
 def in_rgb(image: Image.Image) -> Image.Image:
-    """The image as RGB, whatever its mode (greyscale, palette, RGBA, CMYK).
+    """The image as RGB, whatever its mode (greyscale, palette, RGBA, CMYK), and upright.
 
+    It is turned as its EXIF data say, if it has any: a phone stores a portrait lying on its side.
     Greyscale images of 16 bits are reduced to their upper eight bits.
 
     Raises:
         ValueError: the image has 32 bits per pixel, whose range is not known.
     """
+    with contextlib.suppress(Exception):  # Pillow raises all kinds at EXIF data that are broken
+        image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):

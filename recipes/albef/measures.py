@@ -8,10 +8,10 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from datamodules.images import read_image
 from lightning_modules.albef import Grounding, skipped
 from lightning_modules.albef.grounding import choose_box
 from lightning_modules.albef.retrieval import Gallery, rerank
@@ -160,7 +160,7 @@ def heat_maps(module: Grounding, data: Any, file: Path) -> None:
 
 def show(axis: Any, file: Path) -> None:
     """Draw a picture without ticks."""
-    axis.imshow(Image.open(file).convert("RGB"))
+    axis.imshow(read_image(file))
     axis.set_xticks([])
     axis.set_yticks([])
 

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 from jsonargparse import ArgumentParser
-from PIL import Image
+from PIL import Image, ImageOps
 from timm.data.auto_augment import AugmentOp
 
 from datamodules.cub import CUBData
 from datamodules.digits import DigitsData, PairedDigitsData
 from datamodules.image_folders import ImageFolderData
 from datamodules.imagenet import SOLUTION, ImageNetData
-from datamodules.images import read_image
+from datamodules.images import in_rgb, read_image
 from datamodules.torchvision_sets import SOURCES, TorchvisionData
 
 
@@ -75,6 +75,29 @@ def test_sixteen_bits_keep_their_contrast(tmp_path):
     Image.fromarray(pixels.astype(np.float32)).save(tmp_path / "deep.tiff")
     with pytest.raises(OSError, match=r"deep.tiff cannot be read .*\(its mode F does not define"):
         read_image(tmp_path / "deep.tiff")
+
+
+def test_a_picture_is_turned_as_its_camera_says(tmp_path):
+    upright = Image.new("RGB", (20, 30), "white")
+    upright.paste("red", (0, 0, 20, 8))  # on top
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be seen, turn it a quarter clockwise
+    upright.rotate(90, expand=True).save(tmp_path / "phone.jpg", exif=exif, quality=95)
+    image = read_image(tmp_path / "phone.jpg")
+    assert image.size == (20, 30)
+    assert image.getpixel((10, 2))[1] < 50 and image.getpixel((10, 25))[1] > 200
+    with Image.open(tmp_path / "phone.jpg") as given:  # as Predictor is given one
+        assert in_rgb(given).size == (20, 30)
+
+
+def test_broken_exif_data_do_not_hide_the_picture(tmp_path, monkeypatch):
+    draw(tmp_path / "image.jpg")
+
+    def broken(image):
+        raise TypeError("bad operand type for abs(): 'bytes'")  # as Pillow 12 raises
+
+    monkeypatch.setattr(ImageOps, "exif_transpose", broken)
+    assert read_image(tmp_path / "image.jpg").size == (12, 10)
 
 
 def test_a_broken_file_is_named(folders):
