@@ -221,13 +221,19 @@ class Adaptation(L.LightningModule):
         return weight_matching(self.model.base_model, self.teacher.base_model, h.distil)
 
     def _contrast(self, inputs: Any, labels: Tensor) -> Tensor:
-        """SupCon on two views: images and their mirror images, or texts with different dropout."""
+        """SupCon on two views: images and their mirror images, or texts with different dropout.
+
+        Over the examples of all devices, with gradients: a loss of each device's alone would
+        contrast fewer of them.
+        """
         mirrored = inputs.flip(-1) if isinstance(inputs, Tensor) else inputs
         tokens = [self.model.encode(view)[:, 0] for view in (inputs, mirrored)]
         features = self.model.projection(torch.cat(tokens))
-        return supervised_contrastive(
-            features, labels.repeat(2), self.hparams["supcon_temperature"]
-        )
+        labels = labels.repeat(2)
+        if self.trainer.world_size > 1:
+            gathered: Any = self.all_gather((features, labels), sync_grads=True)
+            features, labels = (part.flatten(0, 1) for part in gathered)
+        return supervised_contrastive(features, labels, self.hparams["supcon_temperature"])
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Add a batch to `val/mae`, with the same masks in every epoch.

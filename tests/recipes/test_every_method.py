@@ -215,23 +215,20 @@ def assert_terms_are_felt(rows):
 
 # all of a stage's data at each step, and no noise that each process draws for itself
 DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
-QUIET = {
-    REPAIR: (256, [f"--model.model_args={json.dumps(VIT)}"]),
-    APET: (
-        16,
-        [
-            "--data.limit=16",
-            f"--model.model_args={json.dumps(BERT | dict.fromkeys(DROPOUTS, 0.0))}",
-        ],
-    ),
-}
+BERT_WITHOUT = json.dumps(BERT | dict.fromkeys(DROPOUTS, 0.0))
+SUPCON = ["--model.mae_weight=0", "--model.distil=null", "--model.supcon_temperature=0.2"]
+QUIET = [
+    (REPAIR, 256, [f"--model.model_args={json.dumps(VIT)}"]),
+    (APET, 16, ["--data.limit=16", f"--model.model_args={BERT_WITHOUT}"]),
+    (DISTIL, 40, [*SUPCON, "--data.per_class=8", "--data.augmentation=none"]),
+]
 
 
 @under_both_strategies
-@pytest.mark.parametrize("stage", QUIET)
-def test_two_processes_compute_what_one_does(stage, strategy, tmp_path):
-    """PELA's teacher and losses, and APET's elements of weights that FSDP2 shards."""
-    size, quiet = QUIET[stage]
+@pytest.mark.parametrize(("stage", "size", "quiet"), QUIET)
+def test_two_processes_compute_what_one_does(stage, size, quiet, strategy, tmp_path):
+    """PELA's teacher and losses, APET's elements of weights that FSDP2 shards, and the contrast of
+    each example with all others of the step."""
     alone = in_one_process(stage, tmp_path / "one", *quiet, f"--data.batch_size={size}")
     half = f"--data.batch_size={size // 2}"
     two, other = in_two_processes(stage, tmp_path / "two", strategy, *quiet, half)

@@ -110,7 +110,7 @@ def alone(module, kind, teacher=True):
     module.configure_model()
     if teacher:
         object.__setattr__(module, "teacher", module.build_teacher().requires_grad_(False).eval())
-    module._trainer = type("Trainer", (), {"datamodule": Data(kind)})()
+    module._trainer = type("Trainer", (), {"datamodule": Data(kind), "world_size": 1})()
     module.logged = {}
     module.log = lambda name, value, **_: module.logged.__setitem__(name, value)
     module.log_dict = lambda values, **_: module.logged.update(values)
