@@ -59,6 +59,8 @@ USAGE = (
 warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
 # this warning is about Lightning's code: a user can do nothing about it
 warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+# the modules log what torchmetrics has reduced over all devices already
+warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")
 
 
 def _integers_first(function: Callable) -> None:
