@@ -20,6 +20,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ import lightning as L
 import pandas as pd
 import torch
 from PIL import Image
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
@@ -141,11 +144,12 @@ class Predictor:
 
     def _images(self, images: Sequence[str | Path | Image.Image]) -> list[Prediction]:
         transform = ImageData(**self.description["transform"]).eval_transform()
-        opened = [
-            in_rgb(image) if isinstance(image, Image.Image) else read_image(image)
-            for image in images
-        ]
-        tensors = torch.stack([transform(image) for image in opened]).to(self.device)
+
+        def tensor(image: str | Path | Image.Image) -> Tensor:
+            return transform(in_rgb(image) if isinstance(image, Image.Image) else read_image(image))
+
+        with ThreadPoolExecutor() as pool:  # decoding and resizing release the interpreter's lock
+            tensors = torch.stack(list(pool.map(tensor, images))).to(self.device)
         labels = torch.full((len(tensors),), IGNORED, device=self.device)
         return self._classes(self.module.predict_step((tensors, labels), 0))
 
@@ -305,13 +309,14 @@ def answers(
     for start in range(0, len(inputs), predictor.batch_size):
         batch = inputs[start : start + predictor.batch_size]
         if predictor.kind == "images":
-            opened = []
-            for name, file in batch:
+            with ThreadPoolExecutor() as pool:
+                reading = [(name, pool.submit(read_image, file)) for name, file in batch]
+            batch = []
+            for name, done in reading:
                 try:
-                    opened.append((name, read_image(file)))
+                    batch.append((name, done.result()))
                 except OSError as error:
                     unreadable.append(str(error))
-            batch = opened
         names, values = [name for name, _ in batch], [value for _, value in batch]
         yield from zip(names, predictor(values), strict=True)
 
@@ -436,7 +441,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         options.device,
     )
     unreadable: list[str] = []
-    rows = list(answers(predictor, inputs, unreadable))
+    answered = answers(predictor, inputs, unreadable)
+    bar = Console(stderr=True)
+    rows = list(track(answered, "predicting", len(inputs), console=bar, transient=True))
     for reason in unreadable:
         print(f"left out: {reason}", file=sys.stderr)
     if not rows:
