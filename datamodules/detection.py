@@ -123,6 +123,7 @@ class DetectionData(SceneData):
         **kwargs: see `SceneData`.
     """
 
+    kind = "detection"
     folder_name = "coco"
 
     def __init__(self, image_size: int = 800, masks: bool = False, **kwargs: Any) -> None:
@@ -136,10 +137,6 @@ class DetectionData(SceneData):
     @property
     def class_names(self) -> list[str]:
         return self._part("val")[0]
-
-    @property
-    def num_classes(self) -> int:
-        return len(self.class_names)
 
     def _part(self, part: str) -> tuple[list[str], list[Annotated]]:
         if part not in self._parts:
@@ -158,9 +155,12 @@ class DetectionData(SceneData):
             images = [image for image in images if (image.crowd == 0).any()]
         if not images:
             raise ValueError(f"The {part} part has no image with a box: add some.")
+        return DetectionSet(images, self.transform(training), self.image_size, self.masks)
+
+    def transform(self, training: bool) -> v2.Compose:
         filling = [round(255 * x) for x in self.mean]
         to_float = v2.ToDtype({tv_tensors.Image: torch.float32, "others": None}, scale=True)
-        transform = v2.Compose(
+        return v2.Compose(
             [
                 v2.RandomHorizontalFlip(0.5 if training else 0.0),
                 Square(self.image_size, {tv_tensors.Image: filling, tv_tensors.Mask: 0}),
@@ -168,7 +168,16 @@ class DetectionData(SceneData):
                 v2.Normalize(self.mean, self.std),
             ]
         )
-        return DetectionSet(images, transform, self.image_size, self.masks)
+
+    def unlabelled(self, images: Sequence[Image.Image]) -> tuple[Tensor, list[dict], Tensor]:
+        transform = self.transform(training=False)
+        pixels = [transform(tv_tensors.Image(image)).as_subclass(Tensor) for image in images]
+        sizes = [(image.height, image.width) for image in images]
+        targets = [
+            {"seen": torch.tensor(Square.seen(self.image_size, *one)), "size": torch.tensor(one)}
+            for one in sizes
+        ]
+        return torch.stack(pixels), targets, torch.arange(len(images))
 
 
 # Reading.

@@ -282,8 +282,8 @@ class PartsData(LightningDataModule):
     def describe(self) -> dict[str, Any]:
         """The description of the data that a trained model needs for prediction, in plain types.
 
-        `kind` is "images", "sentences", "prompts" or "pictures and texts"; {} where prediction is
-        not supported.
+        `kind` is "images", "segmentation", "detection", "sentences", "prompts" or "pictures and
+        texts"; {} where prediction is not supported.
         """
         return {}
 

@@ -1,10 +1,11 @@
 """The base of the DataModules for segmentation and detection; drawing generated scenes."""
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from PIL import ImageDraw
+from PIL import Image, ImageDraw
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torchvision.transforms import v2
 
@@ -29,6 +30,7 @@ class SceneData(PartsData):
         **kwargs: see `PartsData`.
     """
 
+    kind: ClassVar[str]  # of what is predicted, see `PartsData.describe`
     folder_name: ClassVar[str]
 
     def __init__(
@@ -58,9 +60,34 @@ class SceneData(PartsData):
             self.write(self._scratch.name, seed=self.seed, **(self.generate or {}))
         return Path(self._scratch.name)
 
+    @property
+    def class_names(self) -> list[str]:
+        """The names of the classes, in the order of their numbers."""
+        raise NotImplementedError
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.class_names)
+
     def write(self, folder: str, **settings: Any) -> None:
         """Write a small generated dataset, in the same format, into a folder."""
         raise NotImplementedError
+
+    def unlabelled(self, images: Sequence[Image.Image]) -> Any:
+        """A batch of RGB pictures without labels, as the modules' `predict_step` takes it."""
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, Any]:
+        """Class names, and the arguments that `unlabelled` depends on."""
+        return {
+            "kind": self.kind,
+            "class_names": self.class_names,
+            "transform": {
+                "image_size": self.image_size,
+                "mean": list(self.mean),
+                "std": list(self.std),
+            },
+        }
 
 
 class Square(v2.Transform):

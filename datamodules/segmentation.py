@@ -9,6 +9,7 @@ scored. Labels are therefore one less: classes from 0, and -100 for "other".
 """
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,7 @@ class SegmentationData(SceneData):
         **kwargs: see `SceneData`; a batch size of at least 2 for batch normalisation.
     """
 
+    kind = "segmentation"
     folder_name = NAME
 
     def write(self, folder: str, **settings: Any) -> None:
@@ -120,16 +122,18 @@ class SegmentationData(SceneData):
     def class_names(self) -> list[str]:
         return read_classes(self.folder / CLASSES)
 
-    @property
-    def num_classes(self) -> int:
-        return len(self.class_names)
-
     def samples(self, part: str) -> SegmentationSet:
         folder = PARTS["train" if part == "train" else "val"]
         pairs = list_pairs(self.folder, folder)
         if part == "train":
             return SegmentationSet(pairs, self.num_classes, self.train_transform())
         return WholeImages(pairs, self.num_classes, self.eval_transform())
+
+    def unlabelled(self, images: Sequence[Image.Image]) -> tuple[list[Tensor], list[Tensor]]:
+        transform = self.eval_transform()
+        pixels = [transform(tv_tensors.Image(image)).as_subclass(Tensor) for image in images]
+        # of labels, predict_step reads the size alone: (H, W), without H · W numbers
+        return pixels, [torch.zeros(()).expand(image.height, image.width) for image in images]
 
     def train_transform(self) -> v2.Compose:
         size = self.image_size

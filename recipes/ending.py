@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from callbacks.adapter import SaveAdapter, best_checkpoint
 from lightning_modules import albef
 from lightning_modules.standalone import mergeable
-from recipes.predict import has_answers
+from recipes.predict import SCENES, has_answers
 
 
 def ending(trainer: L.Trainer, module: L.LightningModule) -> str:
@@ -55,7 +55,7 @@ def commands(trainer: L.Trainer, module: L.LightningModule, checkpoint: Path) ->
     if not has_answers(type(module), description):
         return []
     lines = [f"to predict:      python -m recipes predict --ckpt_path {checkpoint} PATH"]
-    if mergeable(module):
+    if mergeable(module) and description["kind"] not in SCENES:  # no library has these models
         lines.append(f"to export:       python -m recipes export {checkpoint} FOLDER")
     return lines
 

@@ -5,13 +5,16 @@
     echo "well made and quick" | python -m recipes predict --ckpt_path … -
     … --granularity 'S*6+M*6', or --max_params 12M   a submodel of a nested model
     … --adapter FOLDER                         another VeRA adapter on the same base
+    … --threshold 0.3                          less certain objects of a detector, too
 
     predictor = Predictor("RUN/checkpoints/last.ckpt")
     for prediction in predictor(["one.jpg", "two.jpg"]):
         print(prediction.label, prediction.probability)
 
 The checkpoint itself holds the class names and the images' size, mean and standard deviation, or
-the tokenizer, so nothing else is needed. The table is printed and written to predictions.csv.
+the tokenizer, so nothing else is needed. The table is printed and written to predictions.csv. Of a
+model of detection or segmentation it has a line for each object, or for each class in a picture;
+pictures/ gets copies with these painted in, and labels/ the class of each pixel, numbered from 1.
 """
 
 import argparse
@@ -21,22 +24,26 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pandas as pd
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from PIL import Image
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
+from datamodules.detection import DetectionData
 from datamodules.image_folders import all_images
 from datamodules.images import ImageData, in_rgb, read_image
 from datamodules.loading import IGNORED
+from datamodules.scenes import SceneData
+from datamodules.segmentation import SegmentationData
 from datamodules.tables import TXT, read_table
 from datamodules.text import Example, SentenceSet
 from datamodules.tokens import encode, filling, pad, tokenizer_from
@@ -45,12 +52,24 @@ from lightning_modules.matformer.costs import choose
 from lightning_modules.vera import load_adapter
 from lightning_modules.weights import read_checkpoint
 from recipes.results import write_atomically
+from recipes.scenes import Part, parts_of_detections, parts_of_pixels, save_pictures
 from recipes.tables import Table
 
 SHOWN = 20  # rows in the terminal; the file has all
 WIDTH = 30  # characters of an input that a table shows
+SCENES: dict[str, type[SceneData]] = {"segmentation": SegmentationData, "detection": DetectionData}
+PICTURES = ("images", *SCENES)  # kinds whose inputs are pictures
 # options that inputs of a kind have no use for
-UNUSED = {"images": ("text", "pair", "max_new_tokens"), "sentences": ("max_new_tokens",)}
+FOR_TEXT = ("text", "pair", "max_new_tokens")
+UNUSED = {
+    "images": (*FOR_TEXT, "threshold"),
+    "segmentation": (*FOR_TEXT, "threshold", "top_k"),
+    "detection": (*FOR_TEXT, "top_k"),
+    "sentences": ("max_new_tokens", "threshold"),
+    "prompts": ("threshold",),
+}
+# what `Prediction.probability` is, where it is none
+SCORES = {"segmentation": "share", "detection": "score"}
 UNITS = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
 
 
@@ -59,14 +78,17 @@ class Prediction:
     """A model's answer to one input.
 
     Attributes:
-        label: the most likely class, the number of a regressor, or the text of a language model.
-        probability: probability of the class; None for numbers and texts.
-        top: the most likely classes with their probabilities, in order.
+        label: the most likely class, the number of a regressor, or the text of a language model;
+            the class of the first of the parts, "" without any.
+        probability: probability of the class, or score of the part; None for numbers and texts.
+        top: the most likely classes with their probabilities, in order; or those of all parts.
+        parts: what a model of detection or segmentation has found; None from others.
     """
 
     label: str
     probability: float | None = None
     top: list[tuple[str, float]] = field(default_factory=list)
+    parts: list[Part] | None = None
 
 
 class Predictor:
@@ -81,6 +103,7 @@ class Predictor:
         adapter: a folder of `save_adapter`, whose vectors and heads replace the checkpoint's.
         batch_size: inputs per batch.
         top_k: number of classes in `Prediction.top`.
+        threshold: least score of an object that a detector finds, 0 to 1.
         max_new_tokens: most tokens that a language model generates; if None, as the checkpoint's
             DataModule says, else 64.
         device: such as "cuda"; if None, the first accelerator, or the CPU.
@@ -101,11 +124,12 @@ class Predictor:
         top_k: int = 5,
         max_new_tokens: int | None = None,
         device: str | None = None,
+        threshold: float = 0.5,
     ) -> None:
         self.description, module = described(checkpoint)
         self.kind: str = self.description["kind"]
         self.batch_size, self.top_k, self.max_new_tokens = batch_size, top_k, max_new_tokens
-        self.device = device_of(device)
+        self.device, self.threshold = device_of(device), threshold
         loaded: Any = module.load_from_checkpoint(checkpoint, map_location="cpu", weights_only=True)
         self.module = loaded.to(self.device).eval()
         if "tokenizer" in self.description:
@@ -134,6 +158,8 @@ class Predictor:
         """
         answer: dict[str, Callable[[Any], list[Prediction]]] = {
             "images": self._images,
+            "segmentation": self._scenes,
+            "detection": self._scenes,
             "sentences": self._sentences,
             "prompts": self._prompts,
         }
@@ -146,12 +172,28 @@ class Predictor:
         transform = ImageData(**self.description["transform"]).eval_transform()
 
         def tensor(image: str | Path | Image.Image) -> Tensor:
-            return transform(in_rgb(image) if isinstance(image, Image.Image) else read_image(image))
+            return transform(opened_picture(image))
 
         with ThreadPoolExecutor() as pool:  # decoding and resizing release the interpreter's lock
             tensors = torch.stack(list(pool.map(tensor, images))).to(self.device)
         labels = torch.full((len(tensors),), IGNORED, device=self.device)
         return self._classes(self.module.predict_step((tensors, labels), 0))
+
+    def _scenes(self, images: Sequence[str | Path | Image.Image]) -> list[Prediction]:
+        names = self.description["class_names"]
+        data = SCENES[self.kind](**self.description["transform"])
+        opened = [opened_picture(image) for image in images]
+        batch = move_data_to_device(data.unlabelled(opened), self.device)
+        predictions = []
+        for found in self.module.predict_step(batch, 0):
+            if self.kind == "segmentation":
+                parts = parts_of_pixels(found, names)
+            else:
+                parts = parts_of_detections(found, names, self.threshold)
+            top = [(part.label, part.score) for part in parts]
+            label, score = top[0] if top else ("", None)
+            predictions.append(Prediction(label, score, top, parts))
+        return predictions
 
     def _sentences(self, sentences: Sequence[str | tuple[str, str]]) -> list[Prediction]:
         settings = {key: self.description[key] for key in ("max_length", "regression", "prompts")}
@@ -195,6 +237,11 @@ class Predictor:
             for row, places in zip(best.values.tolist(), best.indices.tolist(), strict=True)
         ]
         return [Prediction(*top[0], top) for top in tops]
+
+
+def opened_picture(image: str | Path | Image.Image) -> Image.Image:
+    """A picture or the file of one, as RGB and upright."""
+    return in_rgb(image) if isinstance(image, Image.Image) else read_image(image)
 
 
 def device_of(name: str | None) -> torch.device:
@@ -243,9 +290,9 @@ def described(checkpoint: str | Path) -> tuple[dict[str, Any], type[L.LightningM
                 )
             return state["description"], module
     raise ValueError(
-        f"{checkpoint} does not say what it was trained on: expected a checkpoint of a classifier "
-        "or a language model that an experiment or `python -m recipes fit` wrote; models of "
-        "detection and segmentation are only scored, by `python -m recipes test`"
+        f"{checkpoint} does not say what it was trained on: expected a checkpoint of a classifier, "
+        "a language model or a model of detection or segmentation that an experiment or "
+        "`python -m recipes fit` wrote"
     )
 
 
@@ -269,7 +316,7 @@ def read_inputs(
     columns = description.get("columns", [TXT, None])
     first, second = text or columns[0], pair or (columns[1] if text is None else None)
     for path in paths:
-        if description["kind"] == "images":
+        if description["kind"] in PICTURES:
             lines = sys.stdin.read().split("\n") if path == "-" else [path]
             files = [file for line in lines if line.strip() for file in _image_files(line.strip())]
             # a name that is not UTF-8 could not be written to a table
@@ -308,7 +355,7 @@ def answers(
     """
     for start in range(0, len(inputs), predictor.batch_size):
         batch = inputs[start : start + predictor.batch_size]
-        if predictor.kind == "images":
+        if predictor.kind in PICTURES:
             with ThreadPoolExecutor() as pool:
                 reading = [(name, pool.submit(read_image, file)) for name, file in batch]
             batch = []
@@ -321,11 +368,22 @@ def answers(
         yield from zip(names, predictor(values), strict=True)
 
 
-def table_of(rows: Sequence[tuple[str, Prediction]]) -> pd.DataFrame:
-    """Columns input, prediction, probability, then class and probability of rank 2, 3, …"""
-    lines = []
+def table_of(rows: Sequence[tuple[str, Prediction]], kind: str) -> pd.DataFrame:
+    """Columns input, prediction, probability, then class and probability of rank 2, 3, …
+
+    Of a scene, a line for each part: input, prediction, share of the pixels; or input, prediction,
+    score, x1, y1, x2, y2. A picture in which nothing was found has one line, without the latter.
+    """
+    lines: list[dict[str, Any]] = []
     for name, one in rows:
-        line: dict[str, Any] = {"input": name, "prediction": one.label}
+        if one.parts is not None:
+            for part in one.parts:
+                line = {"input": name, "prediction": part.label, SCORES[kind]: round(part.score, 6)}
+                sides = [round(side, 2) for side in part.box or ()]
+                lines.append(line | dict(zip(("x1", "y1", "x2", "y2"), sides, strict=False)))
+            if one.parts:
+                continue
+        line = {"input": name, "prediction": one.label}
         if one.probability is not None:
             line["probability"] = round(one.probability, 6)
         for place, (label, share) in enumerate(one.top[1:], 2):
@@ -334,19 +392,26 @@ def table_of(rows: Sequence[tuple[str, Prediction]]) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def brief(rows: Sequence[tuple[str, Prediction]], paths: bool) -> Table:
+def below_common(names: Sequence[str]) -> list[str]:
+    """Paths of files below the folder that they have in common."""
+    full = [os.path.abspath(name) for name in names]
+    common = os.path.commonpath(map(os.path.dirname, full))
+    return [os.path.relpath(name, common) for name in full]
+
+
+def brief(rows: Sequence[tuple[str, Prediction]], kind: str) -> Table:
     """The first rows for a terminal, with the two next classes in one column.
 
     Paths are shown below the folder that they have in common.
     """
-    names = [os.path.abspath(name) if paths else name for name, _ in rows]
-    common = os.path.commonpath(map(os.path.dirname, names)) if paths else ""
-    header = ["input", "prediction", "probability", "then"]
+    paths, names = kind in PICTURES, [name for name, _ in rows]
+    names = below_common(names) if paths else names
+    header = ["input", "prediction", SCORES.get(kind, "probability"), "then"]
     cells = []
     for name, (_, one) in zip(names[:SHOWN], rows, strict=False):
         share = "" if one.probability is None else f"{one.probability:.1%}"
         then = ", ".join(f"{label} {other:.1%}" for label, other in one.top[1:3])
-        shown = abridged(os.path.relpath(name, common) if paths else name, paths)
+        shown = abridged(name, paths)
         cells.append([shown, str(one.label), share, then])
     # written texts have no probability, and with --top_k 1 there is no next class
     used = [p for p in range(len(header)) if any(line[p] for line in cells)]
@@ -414,6 +479,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     add("--max_params", type=number, metavar="N", help="largest submodel of at most N: 12M")
     add("--adapter", metavar="DIR", help="a VeRA adapter of the same base model")
+    add(
+        "--threshold", type=float, default=0.5, metavar="P",
+        help="least score of a detected object; default 0.5",
+    )  # fmt: skip
     text = "new tokens; default: the target_length trained with, else 64"
     add("--max_new_tokens", type=int, metavar="N", help=text)
     add("--device", help="such as cuda; default: an accelerator if there is one")
@@ -421,7 +490,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in ("top_k", "batch_size", "max_new_tokens"):
         if (number_given := getattr(options, name)) is not None and number_given < 1:
             raise ValueError(f"--{name} {number_given}: expected at least 1")
-    folder_for(options.out)
+    if not 0 <= options.threshold <= 1:
+        raise ValueError(f"--threshold {options.threshold}: expected a number from 0 to 1")
+    out = folder_for(options.out)
     description, _ = described(options.ckpt_path)
     for name in UNUSED.get(description["kind"], ()):
         if getattr(options, name) != parser.get_default(name):
@@ -439,17 +510,28 @@ def main(argv: Sequence[str] | None = None) -> None:
         options.top_k,
         options.max_new_tokens,
         options.device,
+        options.threshold,
     )
     unreadable: list[str] = []
     answered = answers(predictor, inputs, unreadable)
     bar = Console(stderr=True)
-    rows = list(track(answered, "predicting", len(inputs), console=bar, transient=True))
+    rows = []
+    files = dict(inputs)
+    below = (
+        dict(zip(files, below_common(list(files)), strict=True)) if predictor.kind in SCENES else {}
+    )
+    for name, one in track(answered, "predicting", len(inputs), console=bar, transient=True):
+        if one.parts is not None:
+            save_pictures(out, below[name], read_image(files[name]), one.parts)
+            one = replace(one, parts=[replace(part, pixels=None) for part in one.parts])
+        rows.append((name, one))
     for reason in unreadable:
         print(f"left out: {reason}", file=sys.stderr)
     if not rows:
         raise ValueError(f"none of the {len(inputs)} pictures could be read")
-    table = table_of(rows)
-    file = Path(options.out) / "predictions.csv"
+    table = table_of(rows, predictor.kind)
+    file = out / "predictions.csv"
     write_atomically(file, table.to_csv(index=False))
-    count = f"{len(table):,} prediction{'s' if len(table) > 1 else ''}"
-    brief(rows, predictor.kind == "images").show(f"{count}: {file}")
+    count = f"{len(rows):,} prediction{'s' if len(rows) > 1 else ''}"
+    where = f"{file}{f', {out}/pictures' if predictor.kind in SCENES else ''}"
+    brief(rows, predictor.kind).show(f"{count}: {where}")

@@ -1,6 +1,6 @@
 """UPerNet on a pyramid of feature maps: a class for every pixel."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -86,3 +86,29 @@ def slide(model: Callable[[Tensor], Tensor], image: Tensor) -> Tensor:
         total.narrow(axis, start, side).add_(logits)
         count.narrow(axis, start, side).add_(1)
     return total / count
+
+
+def largest_class(logits: Tensor, size: Sequence[int], at_once: int = 16) -> Tensor:
+    """The class of the largest logit of each pixel, after bilinear resizing.
+
+    Only a few classes are resized at once: all of 150, at the 12 million pixels of a photograph,
+    would take 7 GB.
+
+    Args:
+        logits: (K, h, w).
+        size: H and W.
+        at_once: number of classes that are resized together.
+
+    Returns:
+        Classes (H, W); of equal logits the first.
+    """
+    best, classes = None, torch.zeros(tuple(size), dtype=torch.int64, device=logits.device)
+    for start in range(0, len(logits), at_once):
+        some = F.interpolate(logits[None, start : start + at_once], tuple(size), mode="bilinear")[0]
+        largest, place = some.max(0)
+        if best is None:
+            best, classes = largest, place
+        else:
+            classes = torch.where(largest > best, place + start, classes)
+            best = torch.maximum(largest, best)
+    return classes

@@ -4,13 +4,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
 from lightning_modules.labels import IGNORED
 from lightning_modules.pela.downstream.module import Downstream
 from lightning_modules.pela.downstream.pyramid import Pyramid
-from lightning_modules.pela.downstream.segmentation import Segmenter, segmentation_loss, slide
+from lightning_modules.pela.downstream.segmentation import (
+    Segmenter,
+    largest_class,
+    segmentation_loss,
+    slide,
+)
 
 
 class Segmentation(Downstream):
@@ -88,8 +92,7 @@ class Segmentation(Downstream):
         self, batch: tuple[list[Tensor], list[Tensor]], batch_idx: int
     ) -> list[Tensor]:
         """The class of every pixel of each image, (H, W) at the size of its labels."""
-        classes = []
-        for image, labels in zip(*batch, strict=True):
-            logits = slide(self, image)[None].float()
-            classes.append(F.interpolate(logits, labels.shape, mode="bilinear")[0].argmax(0))
-        return classes
+        return [
+            largest_class(slide(self, image).float(), labels.shape)
+            for image, labels in zip(*batch, strict=True)
+        ]

@@ -22,7 +22,11 @@ from lightning_modules.pela.downstream import (
     build_backbone,
 )
 from lightning_modules.pela.downstream.detection import postprocess
-from lightning_modules.pela.downstream.segmentation import segmentation_loss, slide
+from lightning_modules.pela.downstream.segmentation import (
+    largest_class,
+    segmentation_loss,
+    slide,
+)
 
 VIT = "vit_tiny_patch16_224"
 ARGS = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 4}
@@ -354,3 +358,11 @@ def test_the_backbone_learns_at_its_own_rate_and_nothing_is_left_out(monkeypatch
         assert rate == (0.1 if name.startswith("pyramid.backbone") else 1.0), name
         vector = parameter.ndim < 2 or name.endswith(("pos_embed", "cls_token"))
         assert decay == (0.0 if vector else 0.05), name
+
+
+@pytest.mark.parametrize("classes", [1, 5, 33])
+def test_the_largest_class_is_found_a_few_classes_at_once(classes):
+    logits = torch.randn(classes, 7, 9, generator=torch.Generator().manual_seed(0))
+    whole = F.interpolate(logits[None], (20, 31), mode="bilinear")[0].argmax(0)
+    assert torch.equal(largest_class(logits, (20, 31), at_once=4), whole)
+    assert torch.equal(largest_class(torch.zeros(9, 2, 2), (3, 3), 4), torch.zeros(3, 3).long())
