@@ -49,6 +49,10 @@ def commands(trainer: L.Trainer, module: L.LightningModule, checkpoint: Path) ->
         use = f"python -m recipes.albef.use {{}} --ckpt_path {checkpoint}"
         if isinstance(module, albef.VQA):
             return [f"to ask:          {use.format('ask')} PICTURE 'QUESTION'"]
+        if isinstance(module, albef.Entailment):
+            return [f"to judge:        {use.format('judge')} PICTURE 'SENTENCE'"]
+        if isinstance(module, albef.Grounding):
+            return [f"to point:        {use.format('point')} PICTURE 'PHRASE'"]
         if isinstance(module, albef.Retrieval):
             return [f"to search:       {use.format('search')} FOLDER 'SENTENCE'"]
         return []

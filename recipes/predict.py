@@ -309,8 +309,7 @@ def read_inputs(
     if description["kind"] == "pictures and texts":
         raise ValueError(
             "this checkpoint was trained on pictures with texts: to search pictures or to ask "
-            "about one, `python -m recipes.albef.use --help` says how; a model of entailment is "
-            "only scored, by `python -m recipes test`"
+            "about one, `python -m recipes.albef.use --help` says how"
         )
     inputs: list[tuple[str, Any]] = []
     columns = description.get("columns", [TXT, None])

@@ -148,14 +148,18 @@ def heat_maps(module: Grounding, data: Any, file: Path) -> None:
         batch = {key: value.to(module.device) for key, value in batch.items()}
         heat, entry = module.heat(batch)[0].cpu(), entries[place]
         show(axis, data.path(entry.image))
-        pixels = F.interpolate(heat[None, None], size=entry.size, mode="bicubic")[0, 0]
-        axis.imshow(pixels, cmap="inferno", alpha=0.5)
+        axis.imshow(in_pixels(heat, entry.size), cmap="inferno", alpha=0.5)
         best = choose_box(heat, entry.size, batch["candidates"].cpu())
         for box, colour in ((entry.candidates[best], "tab:orange"), (entry.box, "tab:green")):
             corner, width, height = box[:2], box[2], box[3]
             axis.add_patch(plt.Rectangle(corner, width, height, fill=False, ec=colour, lw=2))
         axis.set_title(entry.text, fontsize=9)
     save_plot(figure, file)
+
+
+def in_pixels(heat: Tensor, size: tuple[int, int]) -> Tensor:
+    """A heat map of patches (rows, columns), smoothly enlarged to a picture's height and width."""
+    return F.interpolate(heat[None, None], size=size, mode="bicubic")[0, 0]
 
 
 def show(axis: Any, file: Path) -> None:

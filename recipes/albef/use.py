@@ -1,4 +1,4 @@
-"""Use a trained ALBEF on your own pictures: search them, match sentences to one, ask about one.
+"""Use a trained ALBEF on your own pictures: search them, or ask about one, in several ways.
 
     python -m recipes.albef.use search --ckpt_path RETRIEVAL/checkpoints/last.ckpt \\
         ~/pictures "a dog in the snow"                       found.png and predictions.csv
@@ -6,10 +6,14 @@
         dog.jpg "a dog in the snow" "two cats" "a red car"
     python -m recipes.albef.use ask --ckpt_path VQA/checkpoints/last.ckpt \\
         dog.jpg "what color is the dog"
+    python -m recipes.albef.use judge --ckpt_path ENTAILMENT/checkpoints/last.ckpt \\
+        dog.jpg "an animal is outside" "the dog is asleep"   whether the picture says so
+    python -m recipes.albef.use point --ckpt_path GROUNDING/checkpoints/last.ckpt \\
+        dog.jpg "the dog on the left"                        heat.png
 
-Instead of sentences, `match` also takes a text file with one on each line. `search` and `match`
-order by similarity, and re-rank the k best (the k of the training) by image-text matching. `ask`
-chooses among the answers that the model was trained with, or those of --answers yes,no,….
+Instead of sentences, `match` and `judge` also take a text file with one on each line. `search` and
+`match` order by similarity, and re-rank the k best (the k of the training) by image-text matching.
+`ask` chooses among the answers that the model was trained with, or those of --answers yes,no,….
 """
 
 import argparse
@@ -24,16 +28,18 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from datamodules.captions import read_picture, usable
 from datamodules.image_text import ImageTextData
+from datamodules.image_text_tasks import RELATIONS
 from datamodules.tables import open_lines
-from lightning_modules.albef import VQA, Retrieval
+from lightning_modules.albef import VQA, Entailment, Grounding, Retrieval
 from lightning_modules.albef.retrieval import Gallery, rerank
-from recipes.albef.measures import show
+from recipes.albef.measures import in_pixels, show
 from recipes.messages import console
 from recipes.plots import plt, save_plot
 from recipes.predict import described, device_of
 from recipes.tables import Table
 
 BATCH = 32
+ONE_TEXT = ("search", "ask", "point")  # verbs that take a single text
 
 
 class Searcher:
@@ -148,6 +154,53 @@ def ask(
     return pd.DataFrame(rows)
 
 
+@torch.no_grad()
+def judge(checkpoint: str | Path, picture: str | Path, sentences: Sequence[str]) -> pd.DataFrame:
+    """Whether a picture entails sentences, contradicts them, or neither (neutral).
+
+    Args:
+        checkpoint: of `Entailment`.
+        picture: a file.
+        sentences: one or more.
+
+    Returns:
+        Columns sentence, relation and probability, in the given order.
+    """
+    module, data, _ = load(checkpoint, Entailment)
+    image = data.transform(training=False)(read_picture(Path(picture)))
+    batch = {"images": image.expand(len(sentences), -1, -1, -1), **data.tokens(sentences)}
+    logits = module({key: value.to(module.device) for key, value in batch.items()})
+    probabilities, relations = logits.float().softmax(-1).max(-1)
+    rows = zip(sentences, relations.tolist(), probabilities.tolist(), strict=True)
+    names = ["sentence", "relation", "probability"]
+    return pd.DataFrame(
+        [(one, RELATIONS[number], share) for one, number, share in rows], columns=names
+    )
+
+
+def point(checkpoint: str | Path, picture: str | Path, phrase: str, file: Path) -> pd.DataFrame:
+    """Where in a picture a phrase is: the hottest pixel; columns phrase, x, y.
+
+    Args:
+        checkpoint: of `Grounding`.
+        picture: a file.
+        phrase: such as "the dog on the left".
+        file: gets the picture under its heat map.
+    """
+    module, data, _ = load(checkpoint, Grounding)
+    image = read_picture(Path(picture))
+    batch = {"images": data.transform(training=False)(image)[None], **data.tokens([phrase])}
+    heat = module.heat({key: value.to(module.device) for key, value in batch.items()})[0].cpu()
+    pixels = in_pixels(heat, (image.height, image.width))
+    figure, axis = plt.subplots(figsize=(8, 8 * image.height / image.width))
+    show(axis, Path(picture))
+    axis.imshow(pixels, cmap="inferno", alpha=0.5)
+    axis.set_title(phrase)
+    save_plot(figure, file)
+    y, x = divmod(int(pixels.argmax()), image.width)
+    return pd.DataFrame([{"phrase": phrase, "x": x, "y": y}])
+
+
 def load(checkpoint: str | Path, kind: type) -> tuple[Any, ImageTextData, dict[str, Any]]:
     """A checkpoint's module, the data object that prepares its inputs, and its description.
 
@@ -158,7 +211,7 @@ def load(checkpoint: str | Path, kind: type) -> tuple[Any, ImageTextData, dict[s
     if not issubclass(module, kind):
         raise ValueError(
             f"{checkpoint} is of {module.__name__}, expected one of {kind.__name__}: give a "
-            f"checkpoint of {'vqa' if kind is VQA else 'retrieval'}.yaml"
+            f"checkpoint of {kind.__name__.lower()}.yaml"
         )
     loaded = module.load_from_checkpoint(checkpoint, map_location="cpu", weights_only=True)
     return loaded.to(device_of(None)).eval(), ImageTextData.described(description), description
@@ -200,19 +253,19 @@ def sentences_of(given: Sequence[str]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line: write predictions.csv, print the best rows, and for `search` a page."""
+    """Run the command line: write predictions.csv, print its first rows, and write a picture."""
     parser = argparse.ArgumentParser(
         prog="python -m recipes.albef.use",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("verb", choices=("search", "match", "ask"))
+    parser.add_argument("verb", choices=("search", "match", "ask", "judge", "point"))
     parser.add_argument("place", metavar="PATH", help="a folder of pictures (search), or a picture")
     parser.add_argument(
         "texts",
         nargs="+",
         metavar="TEXT",
-        help="a sentence (search), sentences (match) or a question (ask)",
+        help="a sentence (search), sentences (match, judge), a question (ask), a phrase (point)",
     )
     parser.add_argument("--ckpt_path", required=True, metavar="CKPT", help="the checkpoint")
     parser.add_argument(
@@ -225,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="where files are written; default: the current folder",
     )
     options = parser.parse_args(argv)
-    if options.verb != "match" and len(options.texts) > 1:
+    if options.verb in ONE_TEXT and len(options.texts) > 1:
         parser.error(
             f"{options.verb} takes one text, not {len(options.texts)}: put it in quotes, "
             f'"{" ".join(options.texts)}"'
@@ -239,11 +292,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         page(rows, options.texts[0], out / "found.png")
     elif options.verb == "match":
         rows = match(options.ckpt_path, options.place, sentences_of(options.texts))
+    elif options.verb == "judge":
+        rows = judge(options.ckpt_path, options.place, sentences_of(options.texts))
+    elif options.verb == "point":
+        rows = point(options.ckpt_path, options.place, options.texts[0], out / "heat.png")
     else:
         answers = options.answers.split(",") if options.answers else None
         rows = ask(options.ckpt_path, options.place, options.texts[0], answers)
     rows.to_csv(out / "predictions.csv", index=False)
-    cells = [[str(one), f"{value:.3f}"] for one, value in rows.head(10).itertuples(index=False)]
+    cells = [
+        [f"{one:.3f}" if isinstance(one, float) else str(one) for one in row]
+        for row in rows.head(10).itertuples(index=False)
+    ]
     Table(list(rows.columns), cells).show(options.texts[0])
 
 

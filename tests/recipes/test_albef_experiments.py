@@ -7,8 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
+from datamodules.image_text_tasks import RELATIONS
 from datamodules.shapes import write
-from lightning_modules.albef import VQA, Repair, Retrieval, build, skipped
+from lightning_modules.albef import VQA, Grounding, Repair, Retrieval, build, skipped
 from lightning_modules.albef.retrieval import recall
 from lightning_modules.counting import count_macs, count_parameters
 from lightning_modules.pela import factorize, plan_of
@@ -262,6 +263,42 @@ def test_a_question_on_a_picture(run, pictures, tmp_path):
         predict.main([str(picture), "--ckpt_path", str(checkpoint)])
     with pytest.raises(FileNotFoundError, match="has no pictures"):
         use.pictures_in(tmp_path)
+
+
+def test_sentences_on_a_picture_are_judged(run, pictures, tmp_path, capsys):
+    checkpoint = run.out / "seed0" / "entailment_pela_k3" / "checkpoints" / "last.ckpt"
+    picture, sentences = sorted(pictures.iterdir())[0], ["there is a red disc", "it is snowing"]
+    rows = use.judge(checkpoint, picture, sentences)
+    assert list(rows.sentence) == sentences  # in the given order
+    for place, sentence in enumerate(sentences):
+        [alone] = use.judge(checkpoint, picture, [sentence]).itertuples()
+        assert alone.relation == rows.relation[place] in RELATIONS
+        assert alone.probability == pytest.approx(rows.probability[place], abs=1e-4)
+    assert (rows.probability > 1 / 3).all()
+    command = ["judge", str(picture), *sentences, "--ckpt_path", str(checkpoint)]
+    use.main([*command, "--out", str(tmp_path)])
+    assert pd.read_csv(tmp_path / "predictions.csv").relation.tolist() == list(rows.relation)
+    assert f"{rows.probability[0]:.3f}" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"is of Entailment, expected one of Grounding: give a ch"):
+        use.point(checkpoint, picture, "a disc", tmp_path / "heat.png")
+
+
+def test_a_phrase_is_pointed_at(run, pictures, tmp_path):
+    checkpoint = run.out / "seed0" / "grounding_pela_k3" / "checkpoints" / "last.ckpt"
+    picture = sorted(pictures.iterdir())[0]
+    command = ["point", str(picture), "the red disc", "--ckpt_path", str(checkpoint)]
+    use.main([*command, "--out", str(tmp_path)])
+    [row] = pd.read_csv(tmp_path / "predictions.csv").itertuples()
+    with Image.open(picture) as image, Image.open(tmp_path / "heat.png") as page:
+        assert 0 <= row.x < image.width and 0 <= row.y < image.height
+        assert min(page.size) > 300
+    module, data, _ = use.load(checkpoint, Grounding)
+    batch = {"images": data.picture(picture, training=False)[None], **data.tokens(["the red disc"])}
+    heat = module.heat({key: value.to(module.device) for key, value in batch.items()})[0]
+    # the hottest pixel is in the hottest patch, or in one beside it
+    place = torch.tensor([row.y * heat.shape[0] / 48, row.x * heat.shape[1] / 48])
+    hottest = torch.tensor(divmod(int(heat.argmax()), heat.shape[1])) + 0.5
+    assert (place - hottest).abs().max() <= 1.5
 
 
 def test_paper_presets_are_albefs_and_pelas():

@@ -19,7 +19,7 @@ import transformers
 from PIL import Image
 
 from datamodules.image_folders import ImageFolderData
-from lightning_modules.albef import VQA, Entailment, Pretraining, Retrieval
+from lightning_modules.albef import VQA, Entailment, Grounding, Pretraining, Retrieval
 from lightning_modules.apet import insert
 from lightning_modules.matformer import MatLM, MatViT, extract
 from lightning_modules.self_distillation import Adaptation, Finetuning
@@ -92,17 +92,21 @@ class Trained:
 
 @pytest.mark.parametrize(
     ("kind", "begins"),
-    [(VQA, "ask"), (Retrieval, "search"), (Pretraining, "search"), (Entailment, None)],
+    [
+        (VQA, "ask"),
+        (Retrieval, "search"),
+        (Pretraining, "search"),
+        (Entailment, "judge"),
+        (Grounding, "point"),
+    ],
 )
 def test_pictures_with_texts_have_their_own_commands(kind, begins):
-    lines = commands(Trained(kind="pictures and texts"), kind.__new__(kind), Path("a.ckpt"))
-    assert len(lines) == (begins is not None)
-    for line in lines:
-        assert f"python -m recipes.albef.use {begins} --ckpt_path a.ckpt " in line
+    [line] = commands(Trained(kind="pictures and texts"), kind.__new__(kind), Path("a.ckpt"))
+    assert f"python -m recipes.albef.use {begins} --ckpt_path a.ckpt " in line
 
 
 def test_predict_sends_pictures_with_texts_where_they_are_answered():
-    with pytest.raises(ValueError, match="albef.use --help` says how; a model of entailment is"):
+    with pytest.raises(ValueError, match="albef.use --help` says how"):
         read_inputs(["a.jpg"], {"kind": "pictures and texts"}, None, None)
 
 
