@@ -382,10 +382,10 @@ def read_file(path: Path, column: str) -> Iterator[str]:
     Raises:
         ValueError: the file is not UTF-8, or a row has no such column or no text in it.
     """
-    place = f"{path}"
+    place, suffix = f"{path}", path.suffix.lower()
     try:
         with path.open(encoding="utf-8-sig", newline="") as lines:
-            if path.suffix == ".jsonl":
+            if suffix == ".jsonl":
                 for number, line in enumerate(lines, start=1):
                     place = f"{path}, line {number}"
                     if line.strip():
@@ -394,9 +394,9 @@ def read_file(path: Path, column: str) -> Iterator[str]:
                             raise TypeError(f"{text!r} is no text")
                         text.encode()  # JSON can say half of a surrogate pair, UTF-8 cannot
                         yield from pieces(text)
-            elif path.suffix in (".csv", ".tsv"):
+            elif suffix in (".csv", ".tsv"):
                 tsv: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
-                reader = csv.DictReader(lines, **(tsv if path.suffix == ".tsv" else {}))
+                reader = csv.DictReader(lines, **(tsv if suffix == ".tsv" else {}))
                 for row in reader:
                     place = f"{path}, line {reader.line_num}"
                     if None in row or None in row.values():
