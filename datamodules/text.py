@@ -7,6 +7,7 @@ and jsonl files with named columns. prompted.py is for texts that a language mod
 
 import functools
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -409,10 +410,10 @@ def _located(name: str) -> str:
 
 
 def _natural(labels: Iterable[str]) -> Callable[[str], Any]:
-    """The sort key: by number if all labels are numbers."""
+    """The sort key: by number if all labels are numbers; "nan" is none, and has no place."""
     try:
-        for label in labels:
-            float(label)
+        if any(math.isnan(float(label)) for label in labels):
+            return str
     except ValueError:
         return str
     return lambda label: (float(label), label)

@@ -51,6 +51,9 @@ def test_columns_without_a_name_are_as_many_as_they_are(tmp_path: Path) -> None:
 def test_classes_are_numbered_in_order_of_numbers(tmp_path: Path) -> None:
     path = write(tmp_path, "a.csv", "sentence,label\na,10\nb,9\nc,2\n")
     assert TextData(path).class_names == ["2", "9", "10"]
+    # with a label that is no number, but that Python reads as one: by name, always in one order
+    path = write(tmp_path, "b.csv", "sentence,label\na,10\nb,9\nc,nan\nd,2\n")
+    assert TextData(path).class_names == ["10", "2", "9", "nan"]
 
 
 def test_split_by_seed(tmp_path: Path) -> None:
