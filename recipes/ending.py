@@ -1,5 +1,6 @@
 """The lines printed after a training: its checkpoints, and the commands that use them."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,10 @@ def ending(trainer: L.Trainer, module: L.LightningModule) -> str:
 def commands(trainer: L.Trainer, module: L.LightningModule, checkpoint: Path) -> list[str]:
     """A line for each command that can use the checkpoint."""
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    path = shlex.quote(str(checkpoint))
     description = data.describe() if hasattr(data, "describe") else {}
     if description.get("kind") == "pictures and texts":
-        use = f"python -m recipes.albef.use {{}} --ckpt_path {checkpoint}"
+        use = f"python -m recipes.albef.use {{}} --ckpt_path {path}"
         if isinstance(module, albef.VQA):
             return [f"to ask:          {use.format('ask')} PICTURE 'QUESTION'"]
         if isinstance(module, albef.Retrieval):
@@ -54,9 +56,9 @@ def commands(trainer: L.Trainer, module: L.LightningModule, checkpoint: Path) ->
         return []
     if not has_answers(type(module), description):
         return []
-    lines = [f"to predict:      python -m recipes predict --ckpt_path {checkpoint} PATH"]
+    lines = [f"to predict:      python -m recipes predict --ckpt_path {path} PATH"]
     if mergeable(module):
-        lines.append(f"to export:       python -m recipes export {checkpoint} FOLDER")
+        lines.append(f"to export:       python -m recipes export {path} FOLDER")
     return lines
 
 
@@ -75,7 +77,7 @@ class SayResume(L.Callback):
         if last is None:
             print("no checkpoint was written yet: the same command starts again")
         else:
-            print(f"to continue:     the same command with --ckpt_path {last}")
+            print(f"to continue:     the same command with --ckpt_path {shlex.quote(str(last))}")
 
 
 def last_checkpoint(trainer: L.Trainer) -> Path | None:
