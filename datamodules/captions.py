@@ -58,7 +58,7 @@ def read_captions(file: Path) -> list[Captioned]:
 
 
 def _pairs(file: Path) -> list[tuple[str, tuple[str, ...]]]:
-    if file.suffix == ".json":
+    if file.suffix.lower() == ".json":
         pairs = []
         for place, entry in enumerate(read_list(file)):
             image = entry.get("image") if isinstance(entry, dict) else None

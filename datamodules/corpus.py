@@ -29,9 +29,10 @@ from datamodules.token_files import (
     Windows,
     appearing,
     fingerprint,
+    require_same,
     write_tokens,
 )
-from datamodules.tokens import load_tokenizer, tokenizer_from, tokenizer_state, train_tokenizer
+from datamodules.tokens import load_tokenizer, tokenizer_state, train_tokenizer
 
 Source = Literal["python", "files", "datasets"]
 BYTES = 259  # entries of `train_tokenizer`'s tokenizer when it has no merges: one for each byte
@@ -219,14 +220,12 @@ class CorpusData(PartsData):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another tokenizer: its model would read other tokens.
-
-        Raises:
-            ValueError: naming both tokenizers.
-        """
+        """Refuse a checkpoint of another tokenizer, too; see `require_same`."""
+        super().load_state_dict(state_dict)
         if "description" in state_dict:
             state = state_dict["description"]["tokenizer"]
-            self._refuse("the checkpoint", state, "the one that it was trained with")
+            cure = _cure("the one that it was trained with")
+            require_same("the checkpoint", state, self.tokenizer, cure)
 
     def refuse_another_tokenizer(self, model: str) -> None:
         """Refuse a model with another tokenizer than the data's; warn if it comes with none.
@@ -248,17 +247,8 @@ class CorpusData(PartsData):
                 stacklevel=2,
             )
             return
-        self._refuse(f"the model {model}", tokenizer_state(tokenizer), model)
-
-    def _refuse(self, owner: str, state: dict[str, Any], cure: str) -> None:
-        theirs = tokenizer_from(state)
-        ours = tokenizer_from(tokenizer_state(self.tokenizer))  # in the same form, to compare
-        if fingerprint(theirs) != fingerprint(ours):
-            raise ValueError(
-                f"{owner} has another tokenizer, of {len(theirs)} tokens, than the data, "
-                f"{self.tokenizer.name_or_path!r} of {len(ours)}: set --data.tokenizer to {cure} "
-                "(one that is trained here depends on the text)"
-            )
+        state = tokenizer_state(tokenizer)
+        require_same(f"the model {model}", state, self.tokenizer, _cure(model))
 
     def _exists(self, part: str) -> bool:
         """Whether a part has its own documents; otherwise it is held out of the training part."""
@@ -336,6 +326,10 @@ class CorpusData(PartsData):
             yield text
 
 
+def _cure(tokenizer: str) -> str:
+    return f"set --data.tokenizer to {tokenizer} (one that is trained here depends on the text)"
+
+
 # Reading documents.
 
 
@@ -388,10 +382,10 @@ def read_file(path: Path, column: str) -> Iterator[str]:
     Raises:
         ValueError: the file is not UTF-8, or a row has no such column or no text in it.
     """
-    place = f"{path}"
+    place, suffix = f"{path}", path.suffix.lower()
     try:
         with path.open(encoding="utf-8-sig", newline="") as lines:
-            if path.suffix == ".jsonl":
+            if suffix == ".jsonl":
                 for number, line in enumerate(lines, start=1):
                     place = f"{path}, line {number}"
                     if line.strip():
@@ -400,9 +394,9 @@ def read_file(path: Path, column: str) -> Iterator[str]:
                             raise TypeError(f"{text!r} is no text")
                         text.encode()  # JSON can say half of a surrogate pair, UTF-8 cannot
                         yield from pieces(text)
-            elif path.suffix in (".csv", ".tsv"):
+            elif suffix in (".csv", ".tsv"):
                 tsv: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
-                reader = csv.DictReader(lines, **(tsv if path.suffix == ".tsv" else {}))
+                reader = csv.DictReader(lines, **(tsv if suffix == ".tsv" else {}))
                 for row in reader:
                     place = f"{path}, line {reader.line_num}"
                     if None in row or None in row.values():

@@ -143,6 +143,9 @@ class DetectionData(SceneData):
             self._parts[part] = read_coco(self.folder, f"{part}2017")
         return self._parts[part]
 
+    def files(self, part: str) -> list[Path]:
+        return [image.file for image in self.samples(part).images]
+
     def samples(self, part: str) -> DetectionSet:
         training = part == "train"
         names, images = self._part("train" if training else "val")
@@ -228,6 +231,12 @@ def read_coco(folder: Path, part: str) -> tuple[list[str], list[Annotated]]:
                 f"{path}: annotation {annotation.get('id')} is of {what}, which the file does not "
                 "list: repair or remove it."
             )
+        box = annotation["bbox"]
+        if not isinstance(box, list) or [isinstance(x, int | float) for x in box] != [True] * 4:
+            raise ValueError(
+                f"{path}: annotation {annotation.get('id')} has the bbox {box!r}, expected four "
+                "numbers, x, y, width and height: repair or remove it."
+            )
         found[image].append(annotation)
     images = []
     for image in sorted(content["images"], key=lambda image: image["id"]):
@@ -247,7 +256,7 @@ def read_coco(folder: Path, part: str) -> tuple[list[str], list[Annotated]]:
                 (image["height"], image["width"]),
                 torch.tensor([row[:4] for row in rows], dtype=torch.float32).reshape(-1, 4),
                 torch.tensor([classes[row[4]["category_id"]] for row in rows], dtype=torch.int64),
-                torch.tensor([row[4].get("iscrowd", 0) for row in rows], dtype=torch.int64),
+                torch.tensor([row[4].get("iscrowd") or 0 for row in rows], dtype=torch.int64),
                 torch.tensor([area_of(row[4]) for row in rows], dtype=torch.float32),
                 [row[4].get("segmentation") for row in rows],
             )
@@ -257,7 +266,8 @@ def read_coco(folder: Path, part: str) -> tuple[list[str], list[Annotated]]:
 
 def area_of(annotation: dict[str, Any]) -> float:
     """The area of an annotation's mask, or of its box if the file has no area."""
-    return annotation.get("area", annotation["bbox"][2] * annotation["bbox"][3])
+    area, (*_, width, height) = annotation.get("area"), annotation["bbox"]
+    return width * height if area is None else area
 
 
 def read_masks(shapes: Sequence[Any], height: int, width: int) -> Tensor:
@@ -270,10 +280,11 @@ def read_masks(shapes: Sequence[Any], height: int, width: int) -> Tensor:
 
     masks = torch.zeros(len(shapes), height, width, dtype=torch.bool)
     for place, shape in enumerate(shapes):
-        if not shape:
+        if not shape or (isinstance(shape, list) and min(map(len, shape)) < 6):
             raise ValueError(
-                f"An annotation has the mask {shape!r}, expected polygons or run lengths: give "
-                "instance annotations with their segmentation, or set --data.masks false."
+                f"An annotation has the mask {shape!r}, expected polygons or run lengths (a "
+                "polygon has three points or more): give instance annotations with their "
+                "segmentation, or set --data.masks false."
             )
         if isinstance(shape, list):
             runs = coco.merge(coco.frPyObjects(shape, height, width))

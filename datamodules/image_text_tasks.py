@@ -43,7 +43,7 @@ class EntailmentData(ImageTextData):
         default = next((n for n in official if (self.folder / n).is_file()), official[0])
         judged = []
         for file in self.list_files(part, default):
-            lines = file.suffix == ".jsonl"
+            lines = file.suffix.lower() == ".jsonl"
             entries = [entry for _, entry in json_lines(file)] if lines else read_list(file)
             # the label "-" means that the annotators did not agree
             judged += [

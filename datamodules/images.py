@@ -159,7 +159,8 @@ class ImageData(PartsData):
             data have no validation part; 0 validates on the test part.
 
     Raises:
-        ValueError: for settings out of range, or `val_per_class` without `per_class`.
+        ValueError: for settings out of range, or `val_per_class` without `per_class`; and at
+            first use, if `per_class` leaves no image for it.
     """
 
     def __init__(
@@ -286,7 +287,12 @@ class ImageData(PartsData):
             limit = self.per_class
             train, rest = draw_per_class(train, lambda n: min(n, limit), self.seed)
             self._drawn |= {"train"} if rest else set()
-            if (count := self.val_per_class) is not None and rest:
+            if (count := self.val_per_class) is not None:
+                if not rest:  # the settings would be chosen on the test part after all
+                    raise ValueError(
+                        f"per_class {limit} takes every training image and leaves none for "
+                        f"val_per_class {count}: set a lower per_class."
+                    )
                 val, _ = draw_per_class(rest, lambda n: min(n, count), self.seed)
                 self._drawn |= {"val"}
         self._sets["train"] = ImageSet(train, self.read, *self.train_transform())

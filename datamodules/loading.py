@@ -23,11 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 IGNORED = -100  # the label that cross entropy and torchmetrics (ignore_index=-100) ignore
 Draw = tuple[int, int, bool]
+SCORED = {TrainerFn.VALIDATING: "val", TrainerFn.TESTING: "test"}
 
 
 class SeededSampler(DistributedSampler[Draw]):
@@ -288,19 +290,29 @@ class PartsData(LightningDataModule):
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The description and the LightningModule's class, for Lightning's checkpoints."""
+        """The description, the LightningModule's class and the seed, for checkpoints."""
         description = self.describe()
         if not description or self.trainer is None:
             return {}
         module = type(self.trainer.lightning_module)
-        return {"description": description, "module": f"{module.__module__}.{module.__qualname__}"}
+        name = f"{module.__module__}.{module.__qualname__}"
+        return {"description": description, "module": name, "seed": self.seed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refuse a checkpoint of other classes, or of another order: its outputs are numbered.
 
+        And one of another seed, where it matters: most examples that this run holds out would be
+        among those that the checkpoint was trained on.
+
         Raises:
-            ValueError: naming the classes of both from the first that differs.
+            ValueError: naming the classes of both from the first that differs, or both seeds.
         """
+        seed = state_dict.get("seed", self.seed)  # older checkpoints have none
+        if seed != self.seed and self._draws():
+            raise ValueError(
+                f"The checkpoint's run had seed {seed} and this one has {self.seed}, which draws "
+                f"other examples to train and to validate on: set --seed_everything {seed}."
+            )
         theirs = state_dict.get("description", {}).get("class_names", [])
         ours = self.describe().get("class_names", []) if theirs else []
         if theirs != ours:
@@ -312,6 +324,11 @@ class PartsData(LightningDataModule):
                 "data that it was trained on, or start anew from its weights with "
                 "--model.init_from."
             )
+
+    def _draws(self) -> bool:
+        """Whether the seed draws what the trainer trains on (their order) or scores."""
+        verb = self.trainer.state.fn if self.trainer else None
+        return verb == TrainerFn.FITTING or (verb in SCORED and self.members(SCORED[verb])[1])
 
     def manifest(self, part: str) -> dict[str, Any]:
         """A record of the samples in a part, so that others can check or reproduce it.

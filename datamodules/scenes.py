@@ -73,6 +73,15 @@ class SceneData(PartsData):
         """Write a small generated dataset, in the same format, into a folder."""
         raise NotImplementedError
 
+    def files(self, part: str) -> list[Path]:
+        """The images of a part, in order."""
+        raise NotImplementedError
+
+    def members(self, part: str) -> tuple[list[str], bool]:
+        """The images' paths below the folder; the seed draws generated ones."""
+        files = [str(file.relative_to(self.folder)) for file in self.files(part)]
+        return files, self.source == "generated"
+
     def unlabelled(self, images: Sequence[Image.Image]) -> Any:
         """A batch of RGB pictures without labels, as the modules' `predict_step` takes it."""
         raise NotImplementedError

@@ -122,9 +122,14 @@ class SegmentationData(SceneData):
     def class_names(self) -> list[str]:
         return read_classes(self.folder / CLASSES)
 
+    def pairs(self, part: str) -> list[tuple[Path, Path]]:
+        return list_pairs(self.folder, PARTS["train" if part == "train" else "val"])
+
+    def files(self, part: str) -> list[Path]:
+        return [image for image, _ in self.pairs(part)]
+
     def samples(self, part: str) -> SegmentationSet:
-        folder = PARTS["train" if part == "train" else "val"]
-        pairs = list_pairs(self.folder, folder)
+        pairs = self.pairs(part)
         if part == "train":
             return SegmentationSet(pairs, self.num_classes, self.train_transform())
         return WholeImages(pairs, self.num_classes, self.eval_transform())

@@ -7,6 +7,7 @@ and jsonl files with named columns. prompted.py is for texts that a language mod
 
 import functools
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.utils.data import Dataset
 
 from datamodules.loading import IGNORED, PartsData, draw, hold_out
 from datamodules.tables import TXT, read_class, read_score, read_table, table_columns
+from datamodules.token_files import require_same
 from datamodules.tokens import (
     encode,
     filling,
@@ -174,6 +176,19 @@ class TokenizedData(PartsData):
                 texts = (column for column in columns if isinstance(column, str))
                 self._tokenizer = train_tokenizer(texts, self.trained_size)
         return self._tokenizer
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuse a checkpoint of another tokenizer, too; see `require_same`."""
+        super().load_state_dict(state_dict)
+        if "description" in state_dict:
+            cure = "set --data.tokenizer to the one that it was trained with"
+            if not self.tokenizer_name:  # it is trained on the training part
+                cure = (
+                    "give it the training examples of its own run, all settings that choose them "
+                    "included, since the tokenizer is trained on them"
+                )
+            state = state_dict["description"]["tokenizer"]
+            require_same("the checkpoint", state, self.tokenizer, cure)
 
     @property
     def vocab_size(self) -> int:
@@ -395,10 +410,10 @@ def _located(name: str) -> str:
 
 
 def _natural(labels: Iterable[str]) -> Callable[[str], Any]:
-    """The sort key: by number if all labels are numbers."""
+    """The sort key: by number if all labels are numbers; "nan" is none, and has no place."""
     try:
-        for label in labels:
-            float(label)
+        if any(math.isnan(float(label)) for label in labels):
+            return str
     except ValueError:
         return str
     return lambda label: (float(label), label)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from datamodules.loading import IGNORED
+from datamodules.tokens import tokenizer_from, tokenizer_state
 
 FORMAT = 1
 # Documents and characters that are tokenised at a time: a tokenizer takes about a hundred bytes of
@@ -39,6 +40,27 @@ def fingerprint(tokenizer: Any) -> str:
         rules.update(truncation=None, padding=None)
     settings = [rules, tokenizer.eos_token_id]
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def require_same(owner: str, state: dict[str, Any], tokenizer: Any, cure: str) -> None:
+    """Refuse a model of another tokenizer than the data's: it would read other tokens.
+
+    Args:
+        owner: the model, as the message names it.
+        state: its tokenizer, from `tokenizer_state`.
+        tokenizer: the data's.
+        cure: what to do about it.
+
+    Raises:
+        ValueError: naming both tokenizers.
+    """
+    theirs = tokenizer_from(state)
+    ours = tokenizer_from(tokenizer_state(tokenizer))  # in the same form, to compare
+    if fingerprint(theirs) != fingerprint(ours):
+        raise ValueError(
+            f"{owner} has another tokenizer, of {len(theirs)} tokens, than the data, "
+            f"{tokenizer.name_or_path!r} of {len(ours)}: {cure}"
+        )
 
 
 @contextmanager

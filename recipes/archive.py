@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.nodes import Artifact, Node, Stage, is_measured
+from recipes.nodes import Artifact, Node, Stage, free_name, is_measured
 from recipes.records import RECORD, ROWS, flattened, read_record, write_record
 
 FILE = "records.zip"
@@ -137,12 +137,17 @@ def missing_weights(node: Node) -> list[str]:
 
 
 def unpack(nodes: Sequence[Node], base: Path, file: Path) -> None:
-    """Extract the records of those nodes, all in the file, that have no folder yet."""
+    """Extract the records of those nodes, all in the file, that have no folder yet.
+
+    A folder of other settings is put aside, as before a training.
+    """
     with opened(file) as archive:
         names = archive.namelist()
         for node in nodes:
-            if (node.folder / RECORD).exists():
+            if read_record(node.folder).get("fingerprint") == node.fingerprint:
                 continue
+            if node.folder.exists():
+                node.folder.rename(free_name(node.folder))
             prefix, name = _name(node, base, ""), _name(node, base, RECORD)
             for one in names:
                 if one.startswith(prefix) and one != name:

@@ -12,6 +12,7 @@ overrides the preset of that name.
 
 import inspect
 import operator
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -46,6 +47,7 @@ from recipes.fsdp2 import FSDP2
 from recipes.messages import refused, shortened
 
 PAPER = "paper"  # the preset without overrides: the top of the file
+LOW = re.compile("loss|error|mae|perplexity")  # in the names of metrics of which less is better
 SUMMARY = "One training stage from one YAML file, such as recipes/matformer/matvit.yaml."
 SYNOPSIS = "-c FILE [--preset NAME] [--SETTING VALUE ...]"
 USAGE = (
@@ -202,6 +204,12 @@ class RecipeCLI(LightningCLI):
             settings.checkpoint.save_on_train_epoch_end = _saved_at_epoch_end(settings)
         if warning := other_normalisation(settings):
             rank_zero_warn(warning)
+        monitor = settings.checkpoint.monitor
+        if monitor and settings.checkpoint.mode == "min" and not LOW.search(monitor):
+            rank_zero_warn(
+                f"checkpoint.mode is min, so the checkpoint with the lowest {monitor} is kept as "
+                "the best: set --checkpoint.mode max if more is better"
+            )
         if settings.get("ckpt_path") and Path(settings.ckpt_path).is_file():
             read_checkpoint(settings.ckpt_path)  # a clearer error than Lightning's if it is broken
         weights = weights_of(settings) or ""

@@ -1,5 +1,6 @@
 """The lines printed after a training: its checkpoints, and the commands that use them."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,14 @@ from callbacks.adapter import SaveAdapter, best_checkpoint
 from lightning_modules import albef
 from lightning_modules.standalone import mergeable
 from recipes.predict import SCENES, has_answers
+
+# verbs of recipes.albef.use, with what they take; a Grounding is a Retrieval, too
+ALBEF = (
+    (albef.VQA, "ask", "PICTURE 'QUESTION'"),
+    (albef.Entailment, "judge", "PICTURE 'SENTENCE'"),
+    (albef.Grounding, "point", "PICTURE 'PHRASE'"),
+    (albef.Retrieval, "search", "FOLDER 'SENTENCE'"),
+)
 
 
 def ending(trainer: L.Trainer, module: L.LightningModule) -> str:
@@ -44,23 +53,19 @@ def ending(trainer: L.Trainer, module: L.LightningModule) -> str:
 def commands(trainer: L.Trainer, module: L.LightningModule, checkpoint: Path) -> list[str]:
     """A line for each command that can use the checkpoint."""
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    path = shlex.quote(str(checkpoint))
     description = data.describe() if hasattr(data, "describe") else {}
     if description.get("kind") == "pictures and texts":
-        use = f"python -m recipes.albef.use {{}} --ckpt_path {checkpoint}"
-        if isinstance(module, albef.VQA):
-            return [f"to ask:          {use.format('ask')} PICTURE 'QUESTION'"]
-        if isinstance(module, albef.Entailment):
-            return [f"to judge:        {use.format('judge')} PICTURE 'SENTENCE'"]
-        if isinstance(module, albef.Grounding):
-            return [f"to point:        {use.format('point')} PICTURE 'PHRASE'"]
-        if isinstance(module, albef.Retrieval):
-            return [f"to search:       {use.format('search')} FOLDER 'SENTENCE'"]
-        return []
+        uses = [(verb, what) for kind, verb, what in ALBEF if isinstance(module, kind)][:1]
+        return [
+            f"{f'to {verb}:':<16} python -m recipes.albef.use {verb} --ckpt_path {path} {what}"
+            for verb, what in uses
+        ]
     if not has_answers(type(module), description):
         return []
-    lines = [f"to predict:      python -m recipes predict --ckpt_path {checkpoint} PATH"]
+    lines = [f"to predict:      python -m recipes predict --ckpt_path {path} PATH"]
     if mergeable(module) and description["kind"] not in SCENES:  # no library has these models
-        lines.append(f"to export:       python -m recipes export {checkpoint} FOLDER")
+        lines.append(f"to export:       python -m recipes export {path} FOLDER")
     return lines
 
 
@@ -79,7 +84,7 @@ class SayResume(L.Callback):
         if last is None:
             print("no checkpoint was written yet: the same command starts again")
         else:
-            print(f"to continue:     the same command with --ckpt_path {last}")
+            print(f"to continue:     the same command with --ckpt_path {shlex.quote(str(last))}")
 
 
 def last_checkpoint(trainer: L.Trainer) -> Path | None:

@@ -291,6 +291,14 @@ def is_measured(node: Node) -> bool:
     return is_finished(node)
 
 
+def free_name(folder: Path) -> Path:
+    """The name under which a node's folder is put aside: .old1, .old2, …"""
+    number = 1
+    while (old := folder.with_name(f"{folder.name}.old{number}")).exists():
+        number += 1
+    return old
+
+
 def unfinished(nodes: Sequence[Node]) -> list[Node]:
     """The nodes that have to run, in their order.
 

@@ -324,7 +324,7 @@ def read_inputs(
         elif path == "-":
             inputs += [(line, line) for line in sys.stdin.read().split("\n") if line.strip()]
         else:
-            one = TXT if path.endswith(".txt") else first
+            one = TXT if path.lower().endswith(".txt") else first
             for _, row in read_table(path, [one, second] if second else [one]):
                 both = (row[one], row[second]) if second else row[one]
                 inputs.append((row[one] + (f" | {row[second]}" if second else ""), both))

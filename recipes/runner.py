@@ -44,6 +44,7 @@ from recipes.nodes import (
     Node,
     Stage,
     finished,
+    free_name,
     is_finished,
     is_measured,
     resolved,
@@ -328,7 +329,7 @@ def restore_put_aside(node: Node) -> None:
         return
     if old := next((one for one in put_aside(node.folder) if is_finished(node, one)), None):
         if node.folder.exists():
-            node.folder.rename(_free_name(node.folder))
+            node.folder.rename(free_name(node.folder))
         old.rename(node.folder)
 
 
@@ -382,19 +383,12 @@ def prepare(node: Node) -> None:
     if record.get("fingerprint") == node.fingerprint and not record["finished"]:
         return
     if node.folder.exists():
-        old = _free_name(node.folder)
+        old = free_name(node.folder)
         same = record.get("fingerprint") == node.fingerprint
         why = "its checkpoint is gone" if same else "its settings have changed"
         console.print(f"[yellow]{node.title}: {why}, starting anew; before: {old}")
         node.folder.rename(old)
     write_record(node.folder, {"fingerprint": node.fingerprint, "finished": False, "seconds": 0.0})
-
-
-def _free_name(folder: Path) -> Path:
-    number = 1
-    while (old := folder.with_name(f"{folder.name}.old{number}")).exists():
-        number += 1
-    return old
 
 
 def table_of(run: Run) -> pd.DataFrame:

@@ -4,6 +4,7 @@ import cpu_torchvision  # noqa: F401
 
 import json
 import pickle
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -125,6 +126,11 @@ def test_columns_text_and_patterns(tmp_path):
     (tmp_path / "c.txt").write_text("line one\nline two\n")
     assert list(read_file(tmp_path / "a.csv", "body")) == ["one, two", "three\nfour"]
     assert list(read_file(tmp_path / "b.tsv", "body")) == ['say "hi"']
+    for name in ("a.csv", "b.tsv"):  # whatever the case of its ending, as elsewhere
+        capital = shutil.copy(tmp_path / name, tmp_path / f"capital{name[1:].upper()}")
+        read, expected = (list(read_file(Path(one), "body")) for one in (capital, tmp_path / name))
+        assert read == expected
+        Path(capital).unlink()
     assert list(read_file(tmp_path / "c.txt", "body")) == ["line one\nline two\n"]
     data = corpus_data(tmp_path / "*.?sv", column="body")
     texts = BYTE.decode(data.token_file("train").tokens.tolist()).split("</s>")[:-1]

@@ -202,6 +202,20 @@ def test_pictures_of_another_size_than_was_annotated_are_named(folder, tmp_path)
         data(copy).samples("val")[0]
 
 
+@pytest.mark.parametrize("box", [None, [1, 2, 3], "1 2 3 4", [1, 2, 3, None]])
+def test_a_box_that_is_not_four_numbers_is_named(folder, tmp_path, box):
+    with pytest.raises(ValueError, match="annotation 1 has the bbox .*, expected four numbers"):
+        read_coco(edited(folder, tmp_path, bbox=box), "val2017")
+
+
+def test_a_polygon_of_two_points_is_named():
+    with pytest.raises(ValueError, match=r"the mask \[\[1, 2, 3, 4\]\], expected polygons"):
+        read_masks([[[1, 2, 3, 4]]], 9, 9)
+
+
 def test_annotations_may_leave_the_area_out(folder, tmp_path):
+    _, images = read_coco(edited(folder, tmp_path, area=None, iscrowd=None), "val2017")
+    assert images[0].crowd.tolist() == [0] and images[0].area.tolist() == [500 * 500]
     assert area_of({"bbox": [3, 4, 5, 6]}) == 30
+    assert area_of({"bbox": [3, 4, 5, 6], "area": None}) == 30
     assert area_of({"bbox": [3, 4, 5, 6], "area": 7.5}) == 7.5

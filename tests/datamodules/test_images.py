@@ -698,3 +698,7 @@ def test_validation_on_images_that_per_class_leaves_over(folders):
     assert len(test) == 5 and all("val" in str(source) for source in test)
     with pytest.raises(ValueError, match="val_per_class is 1 with per_class None: expected 1 or m"):
         folder_data(folders, val_per_class=1)
+    with pytest.raises(
+        ValueError, match="per_class 6 takes every training image and leaves none f"
+    ):
+        folder_data(folders, per_class=6, val_per_class=1).setup()

@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 
 from datamodules import TextData
 from datamodules.loading import SeededDataset
@@ -49,6 +51,9 @@ def test_columns_without_a_name_are_as_many_as_they_are(tmp_path: Path) -> None:
 def test_classes_are_numbered_in_order_of_numbers(tmp_path: Path) -> None:
     path = write(tmp_path, "a.csv", "sentence,label\na,10\nb,9\nc,2\n")
     assert TextData(path).class_names == ["2", "9", "10"]
+    # with a label that is no number, but that Python reads as one: by name, always in one order
+    path = write(tmp_path, "b.csv", "sentence,label\na,10\nb,9\nc,nan\nd,2\n")
+    assert TextData(path).class_names == ["10", "2", "9", "nan"]
 
 
 def test_split_by_seed(tmp_path: Path) -> None:
@@ -201,3 +206,27 @@ def test_bad_values(tmp_path: Path) -> None:
         train_tokenizer(["a"], 9)
     with pytest.raises(OSError, match="The tokenizer '.*none' cannot be loaded"):
         load_tokenizer(str(tmp_path / "none"))
+
+
+def test_a_checkpoint_of_other_examples_or_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    """Otherwise it would be scored on sentences that it was trained on, or on others' tokens."""
+    rows = "".join(f"s {i * 7 % 13} {i * 5 % 11} {i},{i % 2}\n" for i in range(50))
+    path = write(tmp_path, "a.csv", "sentence,label\n" + rows)
+
+    def resumed(verb: TrainerFn, seed: int = 1, **settings: object) -> None:
+        state = {"description": TextData(path, **settings).describe(), "module": "", "seed": 0}
+        data = TextData(path, seed=seed, **settings)
+        data.trainer = SimpleNamespace(state=SimpleNamespace(fn=verb))
+        data.load_state_dict(state)
+
+    for verb in (TrainerFn.VALIDATING, TrainerFn.TESTING, TrainerFn.FITTING):
+        resumed(verb, seed=0)
+        with pytest.raises(
+            ValueError, match="had seed 0 and this one has 1, .* --seed_everything 0"
+        ):
+            resumed(verb)
+    with pytest.raises(ValueError, match="another tokenizer, .*: give it the training examples of"):
+        resumed(TrainerFn.PREDICTING)
+    resumed(TrainerFn.VALIDATING, val=path)  # no seed draws what is scored
+    with pytest.raises(ValueError, match="had seed 0 and this one has 1"):
+        resumed(TrainerFn.FITTING, val=path)  # of which it draws the order

@@ -51,6 +51,17 @@ def test_more_seeds_on_another_machine_repeat_nothing(go, trainings, monkeypatch
     assert not list(run.out.rglob("*.ckpt"))
 
 
+def test_a_folder_of_other_settings_makes_way_for_the_records(go, trainings):
+    """Before, the records were said to be there, and all was trained again."""
+    file = moved(go(declare=chosen))
+    go("--model.weight_decay", "0.5", declare=chosen)
+    trained = len(trainings.calls)
+    run = go("--records", str(file), declare=chosen)
+    assert len(trainings.calls) == trained and len(read(run.out))
+    go("--model.weight_decay", "0.5", declare=chosen)  # which the folder put aside has
+    assert len(trainings.calls) == trained
+
+
 def test_what_reads_a_checkpoint_that_did_not_come_has_it_trained_again(
     go,
     trainings,

@@ -110,6 +110,11 @@ def place(tmp_path_factory):
             f"{IMAGES.replace('fit', 'validate')} --data.root renamed{SMALL} --ckpt_path {RUN}",
             "from class 1 on it has 'b', and the data have 'c'",
         ),
+        (
+            f"{IMAGES.replace('fit', 'validate')} --data.root good{SMALL} --ckpt_path {RUN} "
+            "--seed_everything 1",
+            "had seed 0 and this one has 1, which draws other examples to train and to validate",
+        ),
         (f"{IMAGES} --data.root good --data.classes [5,6]", "in their order; --data.classes null"),
         (
             f"{ALBEF} --model.sizes.text.vocab_size 30522",

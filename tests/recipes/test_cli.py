@@ -119,7 +119,8 @@ def test_an_interrupted_run_continues_in_a_folder_that_was_moved(tmp_path):
 def test_a_finished_run_that_is_resumed_in_another_folder_names_the_best_without_score(tmp_path):
     """Lightning reloads the best checkpoint's path, but not its score."""
     best = "--checkpoint.monitor=val/accuracy"
-    run("fit", tmp_path / "a", best)
+    with pytest.warns(UserWarning, match="with the lowest val/accuracy is kept as the best: set"):
+        run("fit", tmp_path / "a", best)
     again = run("fit", tmp_path / "b", best, f"--ckpt_path={tmp_path / 'a' / 'last.ckpt'}")
     lines = ending(again.trainer, again.model).splitlines()
     assert f"best checkpoint: {tmp_path / 'a' / 'epoch=0-step=2.ckpt'}" in lines

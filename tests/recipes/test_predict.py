@@ -105,6 +105,13 @@ def test_pictures_with_texts_have_their_own_commands(kind, begins):
     assert f"python -m recipes.albef.use {begins} --ckpt_path a.ckpt " in line
 
 
+def test_a_path_with_spaces_is_quoted_in_the_commands():
+    module = Finetuning.__new__(Finetuning)
+    torch.nn.Module.__init__(module)
+    line, *_ = commands(Trained(kind="images"), module, Path("my run/a.ckpt"))
+    assert line.endswith("recipes predict --ckpt_path 'my run/a.ckpt' PATH")
+
+
 def test_predict_sends_pictures_with_texts_where_they_are_answered():
     with pytest.raises(ValueError, match="albef.use --help` says how"):
         read_inputs(["a.jpg"], {"kind": "pictures and texts"}, None, None)

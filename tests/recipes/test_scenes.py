@@ -108,6 +108,22 @@ def test_options_of_other_kinds_are_refused(trained):
         main([*command, "--threshold", "2"])
 
 
+def test_another_seed_matters_where_it_drew_the_scenes(trained):
+    kind, checkpoint, scenes = trained
+    stage = ["validate", "-c", str(RECIPES / "pela" / f"{kind}.yaml"), "--preset", "tiny"]
+    quiet = ["--trainer.enable_progress_bar=false", "--trainer.logger=false"]
+    other = [*stage, *quiet, f"--ckpt_path={checkpoint}", "--seed_everything=1"]
+    with pytest.raises(ValueError, match="run had seed 0 and this one has 1"):
+        cli.main(other)
+    run = cli.main([*other, "--data.source=folder", f"--data.root={scenes}"])
+    [score] = [
+        x for name, x in run.trainer.callback_metrics.items() if name in ("val/miou", "val/map")
+    ]
+    assert 0 <= score <= 1
+    manifest = KINDS[kind][1](root=str(scenes)).manifest("val")
+    assert manifest["examples"] == 3 and "members" not in manifest  # no seed drew them
+
+
 @pytest.mark.parametrize("trained", ["detection"], indirect=True)
 def test_a_picture_in_which_nothing_is_found_has_a_line(trained, tmp_path):
     _, checkpoint, _ = trained
