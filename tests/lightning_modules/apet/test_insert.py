@@ -671,6 +671,19 @@ def test_a_prompted_model_generates_what_it_predicts(name):
     assert torch.equal(logits[:, 5:-1].argmax(-1), seen[:, 6:])
 
 
+def test_a_prompt_s_positions_start_where_the_model_s_do():
+    """RoBERTa's behind the padding token's index, whether the model counts or is given them."""
+    torch.manual_seed(0)
+    config = transformers.RobertaConfig(
+        vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=32, initializer_range=0.5,
+    )  # fmt: skip
+    model = transformers.RobertaForMaskedLM(config).eval()
+    attach(model, Apet(prompt(4), 1))
+    ids = torch.arange(3, 9)[None]
+    torch.testing.assert_close(model(ids, position_ids=ids - 1).logits, model(ids).logits)
+
+
 def test_a_shared_parameter_is_tuned_once_at_every_place():
     model = made("llama", torch.float64)
     insert(model, 60 * 32 + 700, seed=0, operations=["add"])

@@ -135,6 +135,19 @@ def test_prompts_of_unequal_length():
         assert text[7 - len(row) :] == greedy(model, row, 30)
 
 
+def test_positions_that_start_behind_the_padding_s_index():
+    """RoBERTa's: a verifier's own, where its draft counts from 0."""
+    sizes = {**SIZES["llama"], "is_decoder": True, "max_position_embeddings": 64}
+    model = decoder("xlm-roberta", initializer_range=0.3, **sizes)
+    for draft in (like(model, 0.1), decoder("bert", **sizes)):
+        rows = [[3, 4, 5], [6, 5, 9, 2, 6, 5, 3]]
+        mask = torch.tensor([[0] * 4 + [1] * 3, [1] * 7])
+        ids = torch.tensor([[1] * 4 + rows[0], rows[1]])
+        written = speculative_generate(model, ids, draft, 20, 3, attention_mask=mask)
+        assert written[0, 4:].tolist() == greedy(model, rows[0], 20)
+        assert written[1].tolist() == greedy(model, rows[1], 20)
+
+
 def test_end_tokens_and_padding():
     model, ids = build(), prompts(4)
     texts = [greedy(model, row, 40) for row in ids.tolist()]
