@@ -1,5 +1,6 @@
 """records.zip: another machine goes on where a run ended, and trains no trial twice."""
 
+import contextlib
 import json
 import shutil
 import sys
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipes import experiment_plan
+from recipes import experiment_plan, runner
 from recipes.records import read_record
 from recipes.results import Row, read
 from recipes.runner import main
@@ -49,6 +50,24 @@ def test_more_seeds_on_another_machine_repeat_nothing(go, trainings, monkeypatch
     run = go("--seeds", "2", "--records", str(moved(run)), declare=chosen)
     assert len(trainings.calls) == 3 and set(read(run.out).seed) == {0, 1}
     assert not list(run.out.rglob("*.ckpt"))
+
+
+def test_a_plan_beside_a_run_unpacks_nothing(go, trainings, monkeypatch, capsys):
+    file = moved(go(declare=chosen))
+    monkeypatch.setattr(experiment_plan, "show", lambda run: None)
+
+    @contextlib.contextmanager
+    def refused(run):
+        raise ValueError(f"{run.out} is in use by another run")
+        yield
+
+    monkeypatch.setattr(runner, "locked", refused)
+    run = go("--records", str(file), "--plan", declare=chosen)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "is in use by another run; the plan is that of the folder, without" in said
+    assert "seed 0: final: to do" in said and not run.out.exists()
+    with pytest.raises(ValueError, match="is in use by another run$"):
+        go("--records", str(file), declare=chosen)
 
 
 def test_what_reads_a_checkpoint_that_did_not_come_has_it_trained_again(
