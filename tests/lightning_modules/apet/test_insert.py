@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from scipy import stats
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -720,6 +721,43 @@ def test_the_gradient_is_autograd_s(kind):
 
     values = [p.detach().double().requires_grad_() for p in tunables(model).values()]
     assert torch.autograd.gradcheck(lambda *v: loss(v), values)
+
+
+class Operations(TorchDispatchMode):
+    """The names of the operations that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "through", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
+@pytest.mark.parametrize("kind", [torch.nn.Linear, transformers.pytorch_utils.Conv1D])
+def test_the_pattern_of_the_sampled_elements_is_built_once(kind, through):
+    torch.manual_seed(0)
+    sizes = ((40, 30), (30, 20))
+    model = torch.nn.Sequential(
+        *(kind(*(s if kind is torch.nn.Linear else s[::-1])) for s in sizes)
+    )
+    insert(model, 40, seed=1, operations=["add"])
+    assert not any("apet_starts" in name or "apet_columns" in name for name in model.state_dict())
+    model = through(model)
+    output = model(torch.randn(50, 40)).square().sum()
+    with Operations() as seen:
+        output.backward()
+    assert seen.names.count("sparse_sampled_addmm.default") == 2
+    again = [
+        one for one in seen.names if one.split(".")[0] in ("searchsorted", "remainder", "arange")
+    ]
+    assert not again, again
+    strip(model)
+    assert not [name for name, _ in model.named_buffers()]
 
 
 BAD = [
