@@ -78,7 +78,7 @@ def generate(
     ids, mask = prompts["input_ids"].to(model.device), prompts["attention_mask"].to(model.device)
     if model.config.is_encoder_decoder:
         (ids, mask), prompt_length = _padded_right(ids, mask), 0  # as the encoder was trained
-        more = {}
+        more: dict[str, Tensor] = {}
     else:
         _check(ids, mask, model, max_new_tokens)
         prompt_length, more = ids.shape[1], _positions(mask, model)
