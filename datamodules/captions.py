@@ -84,7 +84,7 @@ def _pairs(file: Path) -> list[tuple[str, tuple[str, ...]]]:
                 )
             pairs.append((image, (caption,)))
         return pairs
-    (_, header), *rows = csv_cells(file, lines)
+    (_, header), *rows = csv_cells(file)
     if not {"image", "caption"} <= set(header):
         raise ValueError(
             f"{file} has the columns {', '.join(header) or 'none'}, expected image and caption: a "

@@ -116,7 +116,7 @@ def read_e2e(path: str | Path) -> list[Row]:
         FileNotFoundError: there is no such file.
         ValueError: another header, or a row of the wrong length (file and line).
     """
-    (_, names), *rows = csv_cells(path, open_lines(path))
+    (_, names), *rows = csv_cells(path)
     header = [name.strip().lower() for name in names]
     if header not in (["mr", "ref"], ["mr"]):
         raise ValueError(

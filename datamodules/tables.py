@@ -41,8 +41,12 @@ def read_score(text: str, place: str) -> float:
     return number
 
 
-def open_lines(path: str | Path) -> list[str]:
-    """The lines of a UTF-8 file, with or without a byte order mark, without their ends.
+def open_lines(path: str | Path, ends: bool = False) -> list[str]:
+    """The lines of a UTF-8 file, with or without a byte order mark.
+
+    Args:
+        path: the file.
+        ends: whether lines keep their ends; the last one gets one, too.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -61,9 +65,11 @@ def open_lines(path: str | Path) -> list[str]:
         raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8.") from error
     # a file without any "\n" is one of old Macs, whose lines end in "\r"
     # in others, "\r" before the end is Windows', or two of them of a program that wrote it twice
-    lines = [line.rstrip("\r") for line in text.split("\n" if "\n" in text else "\r")]
+    end = "\n" if "\n" in text else "\r"
+    lines = text.split(end)
     if lines[-1] == "":
         lines.pop()
+    lines = [line + end if ends else line.rstrip("\r") for line in lines]
     if not lines:
         raise ValueError(f"{path} is empty, expected lines of text: put the data in it.")
     return lines
@@ -192,17 +198,20 @@ def read_table(
     if suffix == ".tsv":
         cells = [(number, line.split("\t")) for number, line in enumerate(lines, start=1) if line]
     else:
-        cells = csv_cells(path, lines)
+        cells = csv_cells(path)
     return named_cells(path, header, cells[1:])
 
 
-def csv_cells(path: str | Path, lines: Iterable[str]) -> list[tuple[int, list[str]]]:
+def csv_cells(path: str | Path) -> list[tuple[int, list[str]]]:
     """The cells of each row of a csv ([] for an empty line), with the number of its last line.
 
+    Line ends within quotation marks stay as they are in the file, as pandas and `datasets` read it.
+
     Raises:
-        ValueError: a line of `path` has a carriage return outside quotation marks.
+        FileNotFoundError: there is no such file.
+        ValueError: as for `open_lines`, or a line has a carriage return outside quotation marks.
     """
-    reader = csv.reader(line + "\n" for line in lines)
+    reader = csv.reader(open_lines(path, ends=True))
     try:
         return [(reader.line_num, cells) for cells in reader]
     except csv.Error as error:
@@ -264,7 +273,7 @@ def _header(path: str | Path, first: str) -> list[str]:
     if suffix == ".tsv":
         return first.split("\t")
     if suffix == ".csv":
-        return csv_cells(path, [first])[0][1]
+        return csv_cells(path)[0][1]
     raise ValueError(
         f"{path} ends in {suffix or 'nothing'}, expected .csv, .tsv, .jsonl or .txt: rename the "
         "file."

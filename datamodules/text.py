@@ -237,12 +237,16 @@ class SentenceData(TokenizedData):
                 f"label_words is {words}, expected {self.num_classes} different words, one for "
                 "each class: correct --data.label_words."
             )
-        tokens = encode([f" {word}" for word in words], self.tokenizer)
+        # in their place: alone, Llama's tokenizer would put one more space before them
+        places = [" Output:", *(f" Output: {word}" for word in words)]
+        before, *texts = encode(places, self.tokenizer)
+        tokens = [ids[len(before) :] for ids in texts]
         for word, ids in zip(words, tokens, strict=True):
             if len(ids) != 1:
+                pieces = " ".join(self.tokenizer.convert_ids_to_tokens(ids))
                 raise ValueError(
-                    f"the label word {word!r} is {len(ids)} tokens of the tokenizer, expected one: "
-                    "choose a commoner word in --data.label_words."
+                    f"the label word {word!r} is {len(ids)} tokens of the tokenizer ({pieces}), "
+                    "expected one: choose a commoner word in --data.label_words."
                 )
         found = [ids[0] for ids in tokens]
         if len(set(found)) < len(found) or self.tokenizer.unk_token_id in found:

@@ -31,7 +31,7 @@ from torch.utils.data import Dataset
 from datamodules.loading import data_folder, hold_out, require_choice, require_share
 from datamodules.prompted import PromptedData, TeacherForcedSet
 from datamodules.tables import hub_rows, json_lines, open_lines, read_json, read_table
-from datamodules.tokens import encode, filling, framed
+from datamodules.tokens import Role, encode, filling, framed, special_tokens
 
 Source = Literal["folder", "hub", "generated"]
 Form = Literal["squad", "nq_open", "samsum", "multi_news", "columns"]
@@ -64,8 +64,7 @@ class TextToTextData(PromptedData):
         files: names of the train, val and test files, if they differ from the published ones
             (required for "columns"); without a test file the val file is the test part.
         encoder_decoder: whether the model is an encoder–decoder, such as T5.
-        target_length: most tokens of a target, the end-of-text token included; longer ones are
-            truncated.
+        target_length: most tokens of a target, special ones included; longer ones are truncated.
         val_fraction: share of the training inputs, drawn by `seed`, that is held out for validation
             instead of the val file, which then serves as test only (NQ-Open has no test file); an
             input's answers stay together. 0 holds nothing out.
@@ -149,7 +148,7 @@ class TextToTextData(PromptedData):
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[list[int]]:
         if self.encoder_decoder:
-            begins, ends = [], [self.end_token_id]
+            begins, ends = self._around("text")
         else:
             begin = self.tokenizer.bos_token_id
             begins, ends = [] if begin is None else [begin], []
@@ -160,8 +159,24 @@ class TextToTextData(PromptedData):
         return {**super().describe(), "decoding": {"max_new_tokens": self.target_length}}
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        short = encode([f" {text.strip()}" for text in texts], self.tokenizer)
-        return [[*ids[: self.target_length - 1], self.end_token_id] for ids in short]
+        role: Role = "text_target" if self.encoder_decoder else "text"
+        begins, ends = self._around(role) if self.encoder_decoder else ([], [self.end_token_id])
+        room = self.target_length - len(begins) - len(ends)
+        if room < 1:
+            raise ValueError(
+                f"target_length is {self.target_length}, expected {len(begins) + len(ends) + 1} or "
+                "more: one token of the target, and the tokenizer's special ones."
+            )
+        long = encode([f" {text.strip()}" for text in texts], self.tokenizer, role)
+        return [[*begins, *ids[:room], *ends] for ids in long]
+
+    def _around(self, role: Role) -> tuple[list[int], list[int]]:
+        """What the tokenizer puts before and after a text: BART's `<s>` and `</s>`, T5's `</s>`.
+
+        The end-of-text token is there for every tokenizer, since it ends a generated text.
+        """
+        begins, ends = special_tokens(self.tokenizer, role)
+        return begins, ends if self.end_token_id in ends else [*ends, self.end_token_id]
 
     def samples(self, part: str) -> Dataset:
         if not self.encoder_decoder or part == "predict":

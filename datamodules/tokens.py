@@ -1,7 +1,7 @@
 """Loading, training and storing tokenizers; tokens of prompts; padded batches."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -114,11 +114,13 @@ def tokenizer_from(state: dict[str, Any]) -> Any:
     )
 
 
-def encode(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
+Role = Literal["text", "text_target"]  # what a model reads or writes, as tokenizers call it
+
+
+def encode(texts: Sequence[str], tokenizer: Any, role: Role = "text") -> list[list[int]]:
     """The tokens of each text, without special ones."""
-    return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)[
-        "input_ids"
-    ]
+    given = {role: list(texts)}
+    return tokenizer(**given, add_special_tokens=False, return_attention_mask=False)["input_ids"]
 
 
 def framed(
@@ -163,9 +165,9 @@ def joined(first: list[int], second: list[int], length: int) -> list[int]:
     return first[: length - kept] + second[:kept]
 
 
-def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+def special_tokens(tokenizer: Any, role: Role = "text") -> tuple[list[int], list[int]]:
     """The special tokens that a tokenizer adds before and after a text."""
-    [plain], ids = encode(["a"], tokenizer), tokenizer("a")["input_ids"]
+    [plain], ids = encode(["a"], tokenizer, role), tokenizer(**{role: "a"})["input_ids"]
     start = next(i for i in range(len(ids)) if ids[i : i + len(plain)] == plain)
     return ids[:start], ids[start + len(plain) :]
 

@@ -201,15 +201,20 @@ def classifiers(model: Any) -> tuple[nn.Module, ...]:
 
 
 def positions_of(model: Any) -> int | None:
-    """How many tokens a transformers model has positions for; None without a limit.
+    """How many tokens a transformers model has positions for; None without a limit."""
+    rows = getattr(model.config, "max_position_embeddings", None)
+    return None if rows is None else rows - first_position(model)
+
+
+def first_position(model: Any) -> int:
+    """The number of a text's first position in a transformers model's table.
 
     RoBERTa's family (XLM-R, CamemBERT, MPNet, …) counts positions from behind the padding token's
     index, so that 512 of its 514 position embeddings serve tokens.
     """
-    rows = getattr(model.config, "max_position_embeddings", None)
     embeddings = getattr(getattr(model, "base_model", None), "embeddings", None)
     padding = getattr(getattr(embeddings, "position_embeddings", None), "padding_idx", None)
-    return rows if rows is None or padding is None else rows - padding - 1
+    return 0 if padding is None else padding + 1
 
 
 def soft_tokens(model: Any) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import NoRepeatNGramLogitsProcessor
 
-from lightning_modules.backbones import positions_of, soft_tokens
+from lightning_modules.backbones import first_position, positions_of, soft_tokens
 from lightning_modules.modes import evaluating
 
 
@@ -78,9 +78,10 @@ def generate(
     ids, mask = prompts["input_ids"].to(model.device), prompts["attention_mask"].to(model.device)
     if model.config.is_encoder_decoder:
         (ids, mask), prompt_length = _padded_right(ids, mask), 0  # as the encoder was trained
+        more: dict[str, Tensor] = {}
     else:
         _check(ids, mask, model, max_new_tokens)
-        prompt_length = ids.shape[1]
+        prompt_length, more = ids.shape[1], _positions(mask, model)
     ends = [tokenizer.eos_token_id]
     if stop is not None and len(token := tokenizer.encode(stop, add_special_tokens=False)) == 1:
         ends += token
@@ -104,7 +105,11 @@ def generate(
     )
     with evaluating(model), torch.no_grad():
         generated = model.generate(
-            ids, attention_mask=mask, generation_config=config, logits_processor=processors
+            ids,
+            attention_mask=mask,
+            generation_config=config,
+            logits_processor=processors,
+            **more,
         )
     texts = tokenizer.batch_decode(
         generated[:, prompt_length:],
@@ -118,6 +123,12 @@ def _padded_right(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Ids and mask (B, L) with the padding moved from the left to the right."""
     mask, order = mask.sort(dim=1, descending=True, stable=True)
     return ids.gather(1, order), mask
+
+
+def _positions(mask: Tensor, model: Any) -> dict[str, Tensor]:
+    """RoBERTa's positions (B, L), which transformers' `generate` counts from 0 as other models'."""
+    first = first_position(model)
+    return {"position_ids": (mask.cumsum(1) + first - 1).clamp(min=0)} if first else {}
 
 
 def _check(ids: Tensor, mask: Tensor, model: Any, max_new_tokens: int) -> None:

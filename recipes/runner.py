@@ -247,10 +247,17 @@ def copy_files(run: Run) -> None:
 
 
 def take_records(run: Run) -> None:
-    """Unpack the file of --records into the run's folder."""
+    """Unpack the file of --records into the run's folder, unless a plan finds that in use."""
     nodes, base, file = list(run.nodes.values()), Path(run.options.out), run.options.records
     found = archive.finished_in(nodes, base, file)  # a file that does not fit leaves no folder
-    with locked(run):
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locked(run))
+        except ValueError as error:
+            if not run.options.plan:
+                raise
+            console.print(f"{error}; the plan is that of the folder, without {file}")
+            return
         archive.unpack(found, base, file)
     console.print(f"{file} has {len(found)} of the run's {len(nodes)} parts")
 

@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lightning_modules.apet.checks import check_placement, check_plain
-from lightning_modules.apet.layer import Tuned, TunedLinear, give_rows, initial_values, tuned_class
+from lightning_modules.apet.layer import (
+    Tuned,
+    TunedLinear,
+    give_rows,
+    initial_values,
+    is_sampled,
+    pattern_of,
+    tuned_class,
+)
 from lightning_modules.apet.placement import OPERATIONS, Operation, Placement, draw
 from lightning_modules.apet.prompt import add_prompt, remove_prompt
 from lightning_modules.layouts import shape_of
@@ -105,6 +113,11 @@ def attach(model: nn.Module, record: Apet) -> nn.Module:
             if index is not None:
                 where = index.to(parameter.device)
                 module.register_buffer(f"apet_index_{local}", where, persistent=False)
+                linear = isinstance(module, nn.Linear | Conv1D) and local == "weight"
+                if linear and is_sampled(count, parameter.numel()):
+                    starts, columns = pattern_of(where, *parameter.shape)
+                    module.register_buffer(f"apet_starts_{local}", starts, persistent=False)
+                    module.register_buffer(f"apet_columns_{local}", columns, persistent=False)
     for module, names in changed.items():
         module.__class__ = tuned_class(type(module), tuple(sorted(names)))  # type: ignore[arg-type]
     for name in placement.bias:

@@ -92,7 +92,8 @@ class TunedLinear(Tuned):
             bias = self.tuned("bias")
         bias = None if bias is None else bias.to(x.dtype)
         if values is not None and index is not None:
-            y = _TunedLinear.apply(x, weight, bias, values, index, transposed)
+            pattern = [self._buffers.get(f"apet_{name}_weight") for name in ("starts", "columns")]
+            y = _TunedLinear.apply(x, weight, bias, values, index, *pattern, transposed)
         else:
             weight = self.tuned("weight").to(x.dtype)
             y = F.linear(x, weight.T if transposed else weight, bias)
@@ -181,9 +182,11 @@ class _TunedLinear(torch.autograd.Function):
         bias: Tensor | None,
         values: Tensor,
         index: Tensor,
+        starts: Tensor | None,
+        columns: Tensor | None,
         transposed: bool,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, values, index)
+        ctx.save_for_backward(x, weight, values, index, starts, columns)
         ctx.transposed = transposed
         full = add_at(weight, values, index).to(x.dtype)
         return F.linear(x, full.T if transposed else full, bias)
@@ -191,7 +194,7 @@ class _TunedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, values, index = ctx.saved_tensors
+        x, weight, values, index, starts, columns = ctx.saved_tensors
         grad_x = grad_bias = grad_values = None
         if ctx.needs_input_grad[0]:
             full = add_at(weight, values, index).to(grad.dtype)
@@ -202,8 +205,10 @@ class _TunedLinear(torch.autograd.Function):
             # the gradient of the weight is leftᵀ · right
             left, right = (x, grad) if ctx.transposed else (grad, x)
             left, right = left.flatten(0, -2), right.flatten(0, -2)
-            grad_values = product_elements(left, right, index, weight.shape[1]).to(values.dtype)
-        return grad_x, None, grad_bias, grad_values, None, None
+            pattern = None if starts is None else (starts, columns)
+            grad_values = product_elements(left, right, index, weight.shape[1], pattern)
+            grad_values = grad_values.to(values.dtype)
+        return grad_x, None, grad_bias, grad_values, None, None, None, None
 
 
 class _DownProjection(torch.autograd.Function):
@@ -253,7 +258,27 @@ def _add_product(y: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> 
     return torch.addmm(rows, factor, right.to(y.dtype), alpha=scale).view(y.shape)
 
 
-def product_elements(left: Tensor, right: Tensor, index: Tensor, columns: int) -> Tensor:
+def is_sampled(count: int, size: int) -> bool:
+    """Whether that many elements of a product of `size` elements are few enough to be sampled."""
+    return count * SAMPLE_COST < size
+
+
+def pattern_of(index: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Where each row starts (rows + 1,) among ascending flat indices (n,), and their columns (n,).
+
+    This is the compressed form (CSR) of `product_elements`' positions, which never change.
+    """
+    first = torch.arange(rows + 1, device=index.device) * columns
+    return torch.searchsorted(index, first), index % columns
+
+
+def product_elements(
+    left: Tensor,
+    right: Tensor,
+    index: Tensor,
+    columns: int,
+    pattern: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """The elements (n,) of leftᵀ · right at flat indices, in at least float32 where they are few.
 
     Args:
@@ -261,20 +286,17 @@ def product_elements(left: Tensor, right: Tensor, index: Tensor, columns: int) -
         right: (T, columns).
         index: (n,), row · columns + column, ascending.
         columns: number of columns of the product.
+        pattern: `pattern_of` the index; computed when None.
     """
-    if (
-        len(index) * SAMPLE_COST >= left.shape[1] * columns
-        or left.device.type not in SAMPLED_DEVICES
-    ):
+    rows = left.shape[1]
+    if not is_sampled(len(index), rows * columns) or left.device.type not in SAMPLED_DEVICES:
         return (left.T @ right).flatten()[index]
     left, right = precise(left), precise(right)  # sampled_addmm has no 16-bit types
-    rows, cols = index // columns, index % columns
-    starts = torch.searchsorted(rows, torch.arange(left.shape[1] + 1, device=rows.device))
-    pattern = torch.sparse_csr_tensor(
-        starts, cols, left.new_zeros(len(index)), (left.shape[1], columns),
-        check_invariants=False,
-    )  # fmt: skip
-    return torch.sparse.sampled_addmm(pattern, left.T.contiguous(), right, beta=0.0).values()
+    starts, cols = pattern_of(index, rows, columns) if pattern is None else pattern
+    zeros = torch.sparse_csr_tensor(
+        starts, cols, left.new_zeros(len(index)), (rows, columns), check_invariants=False
+    )
+    return torch.sparse.sampled_addmm(zeros, left.T.contiguous(), right, beta=0.0).values()
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_modules.backbones import first_position
 from lightning_modules.labels import IGNORED
 
 HOOKS = "apet_prompt_hooks"
@@ -103,8 +104,8 @@ def _prepend_hook(
     if positions is not None:
         positions = positions + rows
         if not cached:
-            first = torch.arange(rows, device=positions.device).expand(len(positions), -1)
-            positions = torch.cat([first, positions], 1)
+            first = torch.arange(rows, device=positions.device) + first_position(model)
+            positions = torch.cat([first.expand(len(positions), -1), positions], 1)
         kwargs["position_ids"] = positions
     if not cached:
         kwargs = _prepend_rows(model, kwargs)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_modules.backbones import first_position
 from lightning_modules.counting import count_parameters
 from lightning_modules.matformer.kv_cache import FixedKVCache, KVCache
 from lightning_modules.matformer.nest import nesting_of
@@ -27,7 +28,7 @@ class Slots:
 
     Attributes:
         tokens: (B, T), token ids.
-        positions: (B, T), each token's position in its own text.
+        positions: (B, T), each token's position in its own text, from 0.
         valid: (B, T), False for padding and rejected tokens.
         last_position: the model's largest position; larger ones are clamped to it.
     """
@@ -68,6 +69,7 @@ class Reader:
         self, model: Any, cache: KVCache | FixedKVCache | None = None, max_slots: int | None = None
     ) -> None:
         self.model, self.max_slots = for_few_rows(model), max_slots
+        self.first = first_position(model)
         new_cache = KVCache() if max_slots is None else FixedKVCache(model.config, max_slots)
         self.cache = new_cache if cache is None else cache
         self.compiled = None if max_slots is None else torch.compile(self.model, dynamic=False)
@@ -80,7 +82,7 @@ class Reader:
         return self.model(
             slots.tokens[:, start:],
             attention_mask=None if bool(slots.valid.all()) else slots.valid.long(),
-            position_ids=slots.positions[:, start:],
+            position_ids=slots.positions[:, start:] + self.first,
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=keep,
@@ -96,7 +98,7 @@ class Reader:
             _dense(slots.tokens[:, start:]),
             # each token attends to itself, even an invalid one: softmax over no token would be NaN
             attention_mask=(visible | (columns == queries))[:, None],
-            position_ids=_dense(slots.positions[:, start:]),
+            position_ids=_dense(slots.positions[:, start:] + self.first),
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=keep,

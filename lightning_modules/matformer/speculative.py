@@ -17,6 +17,7 @@ draft's entries (App. C.1).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -129,7 +130,8 @@ def speculative_generate(
     Raises:
         ValueError: if the draft is larger than the verifier or has another vocabulary, a prompt is
             too long for the model, padded on the right or empty, the model has layers without
-            full attention or soft tokens (APET's prompt), or an argument is out of range.
+            full attention, no key/value cache or soft tokens (APET's prompt), it counts positions
+            itself and rows differ, or an argument is out of range.
     """
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     ends = _end_tokens(model, eos_token_id)
@@ -137,12 +139,10 @@ def speculative_generate(
     models = [model, *([draft] if isinstance(draft, nn.Module) else [])]
     for one, name in zip(models, ("model", "draft"), strict=False):
         _check_positions(one, input_ids, max_new_tokens, name)
-        if soft := soft_tokens(one):
-            raise ValueError(
-                f"the {name} has {soft} soft tokens before its input, in slots of the cache that "
-                "no token has: write with lightning_modules.decoding.generate"
-            )
-    _check_layers(model, input_ids, max_new_tokens, cut=draft_tokens != 0 or compiled)
+        _check_cache(one, name)
+    cut = draft_tokens != 0 or compiled
+    _check_layers(model, input_ids, max_new_tokens, cut)
+    _check_rows(model, mask, cut)
     if stop_strings and tokenizer is None:
         raise ValueError("stop_strings need the tokenizer that wrote the prompts: give tokenizer")
     stop = StopStringCriteria(tokenizer, list(stop_strings)) if stop_strings else None
@@ -383,10 +383,41 @@ def _check_layers(model: Any, ids: Tensor, new: int, cut: bool) -> None:
             f"{type(model).__name__} has {', '.join(sorted(kinds)) or 'a sliding window'}, whose "
             "cache cannot be cut back: speculative decoding needs full attention in all layers"
         )
-    # their distances count a row's rejected tokens, whatever the attention mask says
-    by_slot = config.model_type == "mpt" or "local" in getattr(config, "attention_layers", [])
-    if cut and by_slot and len(ids) > 1:
+
+
+def _inputs(model: Any) -> set[str]:
+    """The names of a model's arguments; of peft's, those of the model inside."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return set(signature(inner.forward).parameters)
+
+
+def _check_cache(model: Any, name: str) -> None:
+    """Refuse a model without a cache, or with more in it than the tokens."""
+    config = model.config
+    if getattr(model, "_is_stateful", False) or "past_key_values" not in _inputs(model):
         raise ValueError(
-            f"{type(model).__name__} measures distances in a cache that has rejected tokens in it, "
-            f"if rows differ in what they accept: decode the {len(ids)} rows one at a time"
+            f"the {name}, {type(model).__name__}, has no key/value cache from which rejected "
+            "tokens can be cut: write with lightning_modules.decoding.generate"
+        )
+    if soft := soft_tokens(model) or (config.model_type == "cpmant" and config.prompt_length):
+        raise ValueError(
+            f"the {name} has {soft} soft tokens before its input, in slots of the cache that "
+            "no token has: write with lightning_modules.decoding.generate"
+        )
+
+
+def _check_rows(model: Any, mask: Tensor, cut: bool) -> None:
+    """Refuse rows of which the model would count padding or rejected tokens as positions.
+
+    Rejected tokens stay in the cache where rows differ in what they accept; BLOOM counts by the
+    attention mask.
+    """
+    kind, rows = model.config.model_type, len(mask)
+    counts = "position_ids" not in _inputs(model) and kind != "bloom"
+    relative = kind in ("mpt", "roformer")  # padding before a text changes no distance within it
+    local = "local" in getattr(model.config, "attention_layers", [])
+    if (cut and rows > 1 and (counts or local)) or (counts and not relative and not mask.all()):
+        raise ValueError(
+            f"{type(model).__name__} counts positions by the slots of its cache, padding and "
+            "rejected tokens included: decode its prompts one at a time, without padding"
         )

@@ -4,7 +4,8 @@ Each runs student and teacher on a batch and returns the student's logits and th
 L_fd in PELA's Eq. 7 (arXiv 2310.10700).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ def tinybert(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[Te
         L = MSE(E_s, E_t) + Σ_layers [ MSE(H_s, H_t) + MSE(A_s, A_t) ] + CE(z_t, z_s)
 
     with E the embedded patches, H a block's output, A its attention scores Q Kᵀ/√d before the
-    softmax (the MSE also averages over heads), and z the logits at temperature 1. Student and
+    softmax (the MSE also averages over heads), of normalised Q and K where the model normalises
+    them (timm's qk_norm), and z the logits at temperature 1. Student and
     teacher are equally wide and deep, so that TinyBERT's learned projections W are the identity,
     and each layer is matched with the teacher's layer of the same index.
 
@@ -60,7 +62,8 @@ def tinybert(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[Te
             "method lillama, which compares outputs of blocks only"
         )
     heads = [modules[name.removesuffix(".qkv")].num_heads for name in attention]
-    names = hidden + attention
+    read = [_read(name, modules) for name in attention]
+    names = [*hidden, *chain(*read)]
     with Features(student, names) as of_student, Features(teacher, names) as of_teacher:
         logits = student(images)
         with torch.no_grad():
@@ -68,8 +71,10 @@ def tinybert(student: nn.Module, teacher: nn.Module, images: Tensor) -> tuple[Te
         pairs = list(zip(of_student.take(), of_teacher.take(), strict=True))
     with torch.autocast(images.device.type, enabled=False):
         terms = [F.mse_loss(s.float(), t.float()) for s, t in pairs[: len(hidden)]]
-        for (s, t), count in zip(pairs[len(hidden) :], heads, strict=True):
-            terms.append(F.mse_loss(_scores(s.float(), count), _scores(t.float(), count)))
+        of_attention = iter(pairs[len(hidden) :])
+        for parts, count in zip(read, heads, strict=True):
+            s, t = zip(*islice(of_attention, len(parts)), strict=True)
+            terms.append(F.mse_loss(_scores(s, count), _scores(t, count)))
         terms.append(F.cross_entropy(logits.float(), target.float().softmax(-1)))
         return logits, torch.stack(terms).sum()
 
@@ -210,10 +215,23 @@ def _distance(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.l1_loss(outputs, targets) - F.logsigmoid(cosine).mean()
 
 
-def _scores(qkv: Tensor, heads: int) -> Tensor:
-    """Attention scores (B, heads, N, N) from a fused layer's output (B, N, 3·C)."""
-    q, k, _ = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-    return q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+def _read(qkv: str, modules: Mapping[str, nn.Module]) -> list[str]:
+    """The modules whose outputs have the queries and keys behind a fused layer.
+
+    timm's attention calls q_norm and k_norm even where they are identities; Swin's has none.
+    """
+    norms = [qkv.removesuffix("qkv") + name for name in ("q_norm", "k_norm")]
+    return norms if norms[0] in modules else [qkv]
+
+
+def _scores(parts: Sequence[Tensor], heads: int) -> Tensor:
+    """Attention scores (B, heads, N, N) from the outputs of `_read`'s modules."""
+    q, k, *_ = (
+        parts
+        if len(parts) == 2
+        else parts[0].unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    )
+    return q.float() @ k.float().transpose(-2, -1) * q.shape[-1] ** -0.5
 
 
 def _normalised(tokens: Tensor) -> Tensor:

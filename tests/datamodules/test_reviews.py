@@ -137,6 +137,43 @@ def test_label_words_need_known_and_different_tokens(words):
     assert data.label_tokens == [1, 2]
 
 
+def space_first(vocabulary, merges, kind):
+    """A tokenizer that puts a space before each text: Llama's two ways, and T5's."""
+    if kind == "unigram":
+        tokenizer = Tokenizer(models.Unigram([(piece, -1.0) for piece in vocabulary], 0))
+    else:
+        pieces = {piece: number for number, piece in enumerate(vocabulary)}
+        tokenizer = Tokenizer(models.BPE(pieces, merges, unk_token="<unk>", fuse_unk=True))
+    if kind == "normalizer":
+        before = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        tokenizer.normalizer = normalizers.Sequence(before)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(split=kind == "unigram")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+@pytest.mark.parametrize("kind", ["normalizer", "metaspace", "unigram"])
+def test_label_words_are_encoded_in_their_place(kind):
+    letters = list("▁Output:yesno")
+    merges = [("▁", "y"), ("▁y", "e"), ("▁ye", "s"), ("▁", "n"), ("▁n", "o")]
+    merged = [left + right for left, right in merges]
+    vocabulary = list(dict.fromkeys(["<unk>", *letters, *merged]))
+    data = GLUEData("RTE", source="generated", label_words=["yes", "no"])
+    data._tokenizer = space_first(vocabulary, merges, kind)
+    assert data.label_tokens == [vocabulary.index("▁yes"), vocabulary.index("▁no")]
+    data.label_words = ["yes", "not"]
+    with pytest.raises(ValueError, match=r"the label word 'not' is 2 tokens of the .*\(▁no t\)"):
+        data.label_tokens  # noqa: B018
+
+
+def test_a_label_word_behind_a_space_of_its_own_is_several_tokens():
+    data = GLUEData("RTE", source="generated", label_words=["yes", "no"])
+    vocabulary = ["<unk>", *"▁Output:", "yes", "no"]
+    data._tokenizer = space_first(vocabulary, [], "unigram")
+    with pytest.raises(ValueError, match=r"'yes' is 2 tokens of the tokenizer \(▁ yes\)"):
+        data.label_tokens  # noqa: B018
+
+
 def test_numbers_have_no_label_words():
     data = GLUEData("STS-B", source="generated", label_words=["yes", "no"])
     with pytest.raises(ValueError, match="expected none, since the labels are numbers"):

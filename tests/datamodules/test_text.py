@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
@@ -155,6 +156,18 @@ def test_files_of_old_macs(tmp_path: Path) -> None:
     assert open_lines(tmp_path / "b.txt") == ["one\rtwo", "three"]
     (tmp_path / "c.tsv").write_bytes(b"sentence\tlabel\na\tx\r\r\nb\ty\r\nc\tx\r")
     assert [row["label"] for _, row in read_table(tmp_path / "c.tsv", ["label"])] == ["x", "y", "x"]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r", "\r\r\n"])
+def test_line_ends_within_quotation_marks_are_as_pandas_reads_them(
+    tmp_path: Path, end: str
+) -> None:
+    inner = ["\r"] if end == "\r" else ["\n", "\r\n", "\r"]
+    lines = ["sentence,label", *(f'"two{one}lines",{one == end}' for one in inner), "a,b", ""]
+    path = write(tmp_path, "a.csv", end.join(lines))
+    expected = pd.read_csv(path, dtype=str).to_dict("records")
+    assert [row for _, row in read_table(path, ["sentence"])] == expected
+    assert [row["sentence"] for row in expected] == [*(f"two{one}lines" for one in inner), "a"]
 
 
 @pytest.mark.parametrize(

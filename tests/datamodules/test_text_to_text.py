@@ -4,11 +4,14 @@ import json
 
 import pytest
 import torch
+from tokenizers import processors
+from transformers import BartConfig, BartForConditionalGeneration
 
 from datamodules.loading import IGNORED
 from datamodules.text_to_text import FILES as NAMES
 from datamodules.text_to_text import TextToTextData
 from datamodules.tokens import encode
+from lightning_modules.decoding import generate
 
 ANSWERS = [{"text": text} for text in ("The sky", "sky", "sky")]
 QUESTIONS = [
@@ -87,9 +90,55 @@ def test_a_question_that_is_drawn_keeps_all_its_answers(tmp_path):
 def test_an_encoder_decoder_reads_one_and_writes_the_other(tmp_path):
     data = made(tmp_path, "nq_open", encoder_decoder=True, eval_batch_size=2)
     batch = next(iter(data.val_dataloader()))
-    assert data.tokenizer.decode(batch["input_ids"][0]) == "Input: who wrote it Output:</s>"
-    assert data.tokenizer.decode(batch["labels"][0][batch["labels"][0] != IGNORED]) == " A. B.</s>"
+    assert data.tokenizer.decode(batch["input_ids"][0]) == "<s>Input: who wrote it Output:</s>"
+    target = batch["labels"][0][batch["labels"][0] != IGNORED]
+    assert data.tokenizer.decode(target) == "<s> A. B.</s>"
     assert torch.equal(batch["attention_mask"][0], torch.ones_like(batch["input_ids"][0]))
+
+
+@pytest.mark.parametrize("bart", [True, False])
+def test_targets_have_the_special_tokens_of_the_tokenizer(bart, tmp_path):
+    """BART's `<s>` and `</s>`, and T5's `</s>` alone, as `text_target` gives them."""
+    data = made(tmp_path, "nq_open", encoder_decoder=True)
+    if not bart:
+        end = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
+        data.tokenizer.backend_tokenizer.post_processor = end
+    samples = data.samples("train")
+    own = data.tokenizer(text_target=[" A. B."])["input_ids"]
+    assert [samples[0]["labels"].tolist()] == own and own[0][-1] == 2 and (own[0][0] == 1) is bart
+    framed = data.tokenizer(["Input: who wrote it Output:"])["input_ids"]
+    assert [samples[0]["input_ids"]] == framed
+    data.target_length = 4
+    short = data.samples("train")[0]["labels"].tolist()
+    assert short == [*own[0][:3], 2]
+    data.target_length = 2
+    if bart:
+        with pytest.raises(ValueError, match="target_length is 2, expected 3 or more"):
+            data.samples("train")
+
+
+@pytest.mark.parametrize("forced", [None, 1])
+def test_what_bart_has_learned_is_what_is_decoded(forced, tmp_path):
+    data = made(tmp_path, "nq_open", encoder_decoder=True, batch_size=1, limit=1)
+    torch.manual_seed(0)
+    config = BartConfig(
+        vocab_size=data.vocab_size, d_model=32, encoder_layers=1, decoder_layers=1, dropout=0.0,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32,
+        decoder_ffn_dim=32, bos_token_id=1, pad_token_id=0, eos_token_id=2, init_std=0.2,
+        decoder_start_token_id=2, max_position_embeddings=64,
+    )  # fmt: skip
+    model = BartForConditionalGeneration(config)
+    model.generation_config.forced_bos_token_id = forced
+    batch = next(iter(data.train_dataloader()))
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    for _ in range(30):
+        loss = model(**batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    [prompts] = data.prompt_dataloader("train")
+    limit = data.describe()["decoding"]
+    assert generate(model, prompts, data.tokenizer, **limit) == [data.references("train")[0][0]]
 
 
 def test_the_learning_rate_can_be_chosen_on_other_questions_than_those_scored(tmp_path):

@@ -8,7 +8,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    XLMRobertaConfig,
+    XLMRobertaForCausalLM,
+)
 
 from datamodules import E2EData
 from datamodules.tokens import train_tokenizer
@@ -189,6 +195,37 @@ def test_a_blank_line_ends(one_token: bool) -> None:
     for beams in (1, 4):
         assert generate(model, prompt(1), tokenizer, beams, stop="\n\n") == ["Good food."]
         assert generate(model, prompt(1), tokenizer, beams) == [text.strip()]
+
+
+@pytest.mark.parametrize("prompted", [False, True])
+def test_positions_that_start_behind_the_padding_s_index(prompted: bool) -> None:
+    """RoBERTa's: transformers counts from 0 in `generate`, and from 2 in the model itself."""
+    torch.manual_seed(0)
+    config = XLMRobertaConfig(
+        vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=64, initializer_range=0.5, is_decoder=True,
+    )  # fmt: skip
+    model = XLMRobertaForCausalLM(config).double().eval()
+    if prompted:
+        attach(model, Apet(soft_tokens(3)))
+    tokenizer = words(*(f"w{number}" for number in range(20)))
+    tokenizer.pad_token, rows = "w1", [[3, 4, 5], [6, 5, 9, 2, 6, 5, 3]]
+    expected = []
+    for row in rows:
+        ids = list(row)
+        while len(ids) < len(row) + 12 and ids[-1] != 0:
+            with torch.no_grad():
+                logits = model(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids))).logits
+            ids.append(int(logits[0, -1].argmax()))
+        expected.append(tokenizer.decode(ids[len(row) :], skip_special_tokens=True).strip())
+    padded = {
+        "input_ids": torch.tensor([[1] * 4 + rows[0], rows[1]]),
+        "attention_mask": torch.tensor([[0] * 4 + [1] * 3, [1] * 7]),
+    }
+    assert generate(model, padded, tokenizer, max_new_tokens=12) == expected
+    assert generate(model, padded, tokenizer, 2, 12) == [
+        generate(model, prompt(*row), tokenizer, 2, 12)[0] for row in rows
+    ]
 
 
 def test_bad_prompts(data: E2EData) -> None:

@@ -1,5 +1,6 @@
 """records.zip: another machine goes on where a run ended, and trains no trial twice."""
 
+import contextlib
 import json
 import shutil
 import sys
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipes import experiment_plan
+from recipes import experiment_plan, runner
 from recipes.records import read_record
 from recipes.results import Row, read
 from recipes.runner import main
@@ -60,6 +61,24 @@ def test_a_folder_of_other_settings_makes_way_for_the_records(go, trainings):
     assert len(trainings.calls) == trained and len(read(run.out))
     go("--model.weight_decay", "0.5", declare=chosen)  # which the folder put aside has
     assert len(trainings.calls) == trained
+
+
+def test_a_plan_beside_a_run_unpacks_nothing(go, trainings, monkeypatch, capsys):
+    file = moved(go(declare=chosen))
+    monkeypatch.setattr(experiment_plan, "show", lambda run: None)
+
+    @contextlib.contextmanager
+    def refused(run):
+        raise ValueError(f"{run.out} is in use by another run")
+        yield
+
+    monkeypatch.setattr(runner, "locked", refused)
+    run = go("--records", str(file), "--plan", declare=chosen)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "is in use by another run; the plan is that of the folder, without" in said
+    assert "seed 0: final: to do" in said and not run.out.exists()
+    with pytest.raises(ValueError, match="is in use by another run$"):
+        go("--records", str(file), declare=chosen)
 
 
 def test_what_reads_a_checkpoint_that_did_not_come_has_it_trained_again(

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from scipy import stats
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -671,6 +672,19 @@ def test_a_prompted_model_generates_what_it_predicts(name):
     assert torch.equal(logits[:, 5:-1].argmax(-1), seen[:, 6:])
 
 
+def test_a_prompt_s_positions_start_where_the_model_s_do():
+    """RoBERTa's behind the padding token's index, whether the model counts or is given them."""
+    torch.manual_seed(0)
+    config = transformers.RobertaConfig(
+        vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=32, initializer_range=0.5,
+    )  # fmt: skip
+    model = transformers.RobertaForMaskedLM(config).eval()
+    attach(model, Apet(prompt(4), 1))
+    ids = torch.arange(3, 9)[None]
+    torch.testing.assert_close(model(ids, position_ids=ids - 1).logits, model(ids).logits)
+
+
 def test_a_shared_parameter_is_tuned_once_at_every_place():
     model = made("llama", torch.float64)
     insert(model, 60 * 32 + 700, seed=0, operations=["add"])
@@ -707,6 +721,43 @@ def test_the_gradient_is_autograd_s(kind):
 
     values = [p.detach().double().requires_grad_() for p in tunables(model).values()]
     assert torch.autograd.gradcheck(lambda *v: loss(v), values)
+
+
+class Operations(TorchDispatchMode):
+    """The names of the operations that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "through", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
+@pytest.mark.parametrize("kind", [torch.nn.Linear, transformers.pytorch_utils.Conv1D])
+def test_the_pattern_of_the_sampled_elements_is_built_once(kind, through):
+    torch.manual_seed(0)
+    sizes = ((40, 30), (30, 20))
+    model = torch.nn.Sequential(
+        *(kind(*(s if kind is torch.nn.Linear else s[::-1])) for s in sizes)
+    )
+    insert(model, 40, seed=1, operations=["add"])
+    assert not any("apet_starts" in name or "apet_columns" in name for name in model.state_dict())
+    model = through(model)
+    output = model(torch.randn(50, 40)).square().sum()
+    with Operations() as seen:
+        output.backward()
+    assert seen.names.count("sparse_sampled_addmm.default") == 2
+    again = [
+        one for one in seen.names if one.split(".")[0] in ("searchsorted", "remainder", "arange")
+    ]
+    assert not again, again
+    strip(model)
+    assert not [name for name, _ in model.named_buffers()]
 
 
 BAD = [

@@ -135,6 +135,19 @@ def test_prompts_of_unequal_length():
         assert text[7 - len(row) :] == greedy(model, row, 30)
 
 
+def test_positions_that_start_behind_the_padding_s_index():
+    """RoBERTa's: a verifier's own, where its draft counts from 0."""
+    sizes = {**SIZES["llama"], "is_decoder": True, "max_position_embeddings": 64}
+    model = decoder("xlm-roberta", initializer_range=0.3, **sizes)
+    for draft in (like(model, 0.1), decoder("bert", **sizes)):
+        rows = [[3, 4, 5], [6, 5, 9, 2, 6, 5, 3]]
+        mask = torch.tensor([[0] * 4 + [1] * 3, [1] * 7])
+        ids = torch.tensor([[1] * 4 + rows[0], rows[1]])
+        written = speculative_generate(model, ids, draft, 20, 3, attention_mask=mask)
+        assert written[0, 4:].tolist() == greedy(model, rows[0], 20)
+        assert written[1].tolist() == greedy(model, rows[1], 20)
+
+
 def test_end_tokens_and_padding():
     model, ids = build(), prompts(4)
     texts = [greedy(model, row, 40) for row in ids.tolist()]
@@ -283,7 +296,7 @@ def test_distances_by_slot_are_refused_where_rows_may_differ(kind, settings):
     config = AutoConfig.for_model(kind, vocab_size=VOCABULARY, **settings, **width)
     torch.manual_seed(0)
     model, ids = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval(), prompts(2, 5)
-    with pytest.raises(ValueError, match="decode the 2 rows one at a time"):
+    with pytest.raises(ValueError, match="decode its prompts one at a time"):
         speculative_generate(model, ids, like(model, 0.05), 8, 3)
     alone = speculative_generate(model, ids[:1], like(model, 0.05), 8, 3)
     assert alone.tolist() == [greedy(model, ids[0].tolist(), 8)]
@@ -316,6 +329,58 @@ def test_bad_input_is_said_in_a_sentence(settings, said):
     with pytest.raises(ValueError) as error:
         speculative_generate(build(), **arguments)
     assert said in str(error.value)
+
+
+def decoder(kind: str, **settings):
+    """A decoder of a family that `build` does not know."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, vocab_size=VOCABULARY, pad_token_id=1, **settings)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("rwkv", {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2}),
+        ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
+        ("xlm", {"emb_dim": 32, "n_layers": 2, "n_heads": 4}),
+    ],
+)
+@pytest.mark.parametrize("place", ["model", "draft"])
+def test_a_decoder_without_a_cache_is_refused(kind, settings, place):
+    models = {"model": build(), "draft": build()}
+    models[place] = decoder(kind, **settings)
+    said = f"the {place}, {type(models[place]).__name__}, has no key/value cache"
+    with pytest.raises(ValueError, match=said):
+        speculative_generate(input_ids=prompts(), **models)
+
+
+def test_soft_tokens_of_the_model_s_own_are_refused():
+    model = decoder("cpmant", hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    with pytest.raises(ValueError, match="the model has 32 soft tokens"):
+        speculative_generate(model, prompts(), None)
+
+
+BART = {
+    "d_model": 32, "decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 64,
+    "init_std": 0.3, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["bart", "trocr"])
+def test_positions_by_slot_are_right_in_a_single_row_only(kind):
+    """These models take no positions: padding and rejected tokens would count."""
+    size = {"hidden_size": 32} if kind == "trocr" else {}
+    model, ids = decoder(kind, **{**BART, **size}), prompts(2)
+    alone = speculative_generate(model, ids[:1], like(model, 0.05), 12, 3)
+    assert alone.tolist() == [greedy(model, ids[0].tolist(), 12)]
+    plain = speculative_generate(model, ids, None, 12, 0)
+    assert plain.tolist() == [greedy(model, row, 12) for row in ids.tolist()]
+    with pytest.raises(ValueError, match="decode its prompts one at a time, without padding"):
+        speculative_generate(model, ids, like(model, 0.05), 12, 3)
+    mask = torch.tensor([[0, 1, 1, 1, 1]])
+    with pytest.raises(ValueError, match="decode its prompts one at a time, without padding"):
+        speculative_generate(model, ids[:1], None, 12, 0, attention_mask=mask)
 
 
 @pytest.mark.parametrize("place", ["model", "draft"])

@@ -219,6 +219,31 @@ def test_tinybert_is_its_papers(dense):
     torch.testing.assert_close(loss, base + 0.5 * expected)
 
 
+def test_tinybert_compares_the_scores_of_normalised_queries_and_keys():
+    student, teacher = (network(seed=seed, qk_norm=True) for seed in (0, 1))
+    seen = {model: [] for model in (student, teacher)}
+    for model, scores in seen.items():
+        for block in model.blocks:  # without the fused operation, dropout is given softmax(scores)
+            block.attn.fused_attn = False
+            block.attn.attn_drop.register_forward_hook(lambda _, x, y, s=scores: s.append(x[0]))
+    images, _ = batch()
+    _, loss = tinybert(student, teacher, images)
+    rest = F.cross_entropy(student(images), teacher(images).softmax(-1))
+    own, other = block_outputs(student, images), block_outputs(teacher, images)
+    rest = rest + sum((s - t).square().mean() for s, t in zip(own, other, strict=True))
+    expected = 0.0
+    for i in range(2):
+        scores = []
+        for model, inputs in ((student, own[i]), (teacher, other[i])):
+            block = model.blocks[i]
+            q, k, _ = block.attn.qkv(block.norm1(inputs)).chunk(3, dim=-1)
+            q, k = (x.reshape(6, 17, 4, 8).transpose(1, 2) for x in (q, k))
+            scores.append(block.attn.q_norm(q) @ block.attn.k_norm(k).mT / math.sqrt(8))
+            torch.testing.assert_close(scores[-1].softmax(-1), seen[model][i])
+        expected = expected + (scores[0] - scores[1]).square().mean()
+    torch.testing.assert_close(loss - rest, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_tinybert_on_swin(dense):
     module = build(dense, "swin", Distillation, method="tinybert")
     module.training_step(batch("swin"), 0).backward()
