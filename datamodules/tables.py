@@ -185,6 +185,12 @@ def read_table(
             _require(columns, found, f"{path}, line {number}", repair)
             rows.append((number, {name: _as_text(value) for name, value in found.items()}))
         return rows
+    if suffix == ".csv":
+        (_, header), *cells = csv_cells(path)
+        if len(header) == 1 and ";" in header[0]:  # as Excel saves it where "," is in numbers
+            repair = "save it with commas between the cells, not semicolons"
+        _require(columns, header, str(path), repair)
+        return named_cells(path, header, cells)
     lines = open_lines(path)
     header = _header(path, lines[0])
     if suffix == ".txt" and all(_is_object(line) for line in lines[:3]):
@@ -195,10 +201,7 @@ def read_table(
     _require(columns, header, str(path), repair)
     if suffix == ".txt":
         return [(n, {TXT: line}) for n, line in enumerate(lines, start=1) if line.strip()]
-    if suffix == ".tsv":
-        cells = [(number, line.split("\t")) for number, line in enumerate(lines, start=1) if line]
-    else:
-        cells = csv_cells(path)
+    cells = [(number, line.split("\t")) for number, line in enumerate(lines, start=1) if line]
     return named_cells(path, header, cells[1:])
 
 

@@ -178,6 +178,7 @@ def test_line_ends_within_quotation_marks_are_as_pandas_reads_them(
         ("a.csv", "sentence,la\rbel\na,b\n", "a.csv, line 1: a carriage return is in a cell with"),
         ("a.tsv", "sentence\tlabel\na\tb\tc\n", "a.tsv, line 2: the row has 3 columns, expected 2"),
         ("a.csv", "text,label\na,b\n", "no column 'sentence', the columns are 'text', 'label'"),
+        ("a.csv", "sentence;label\na, b;x\n", "'sentence;label': save it with commas between"),
         ("a.csv", "sentence,label,label\na,x,0\n", "a.csv has two columns 'label', expected diff"),
         ("a.tsv", "label\tsentence\tlabel\nx\ta\t0\n", "a.tsv has two columns 'label', expected"),
         ("a.jsonl", '{"sentence": "a", "label": 1}\n{\n', "a.jsonl, line 2: this is no JSON"),
