@@ -174,7 +174,8 @@ def curves(
                     continue
                 places = unique(points.dropna(subset=["x"]), "x")
                 if not log and all(float(place).is_integer() for place in places):
-                    axis.xaxis.set_major_locator(MaxNLocator(integer=True))  # rounds, steps
+                    # rounds, or steps, whose numbers are long
+                    axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
                 spreads = [
                     _spread(by_seed(points, metric, {"x": x}) * scale, spread) for x in places
                 ]

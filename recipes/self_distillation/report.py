@@ -92,14 +92,16 @@ def scores(table: pd.DataFrame, run: Run, grid: Mapping[str, Any]) -> list[str]:
             for row in ("finetune", "further")
             if len(select(table, {"set": name, "metric": metric, "row": row}))
         ]
+    new_texts = " `new texts` are the test texts that are not also in the training part."
+    if not any("new texts" in column.title for column in columns):
+        new_texts = ""
     shown = tabulate(table, TITLES, columns)
     shown.show(f"self-distillation, {run.preset}, %")
     return [
         f"On the test part, in %, mean ± standard deviation over seeds, of the weights {chosen}. "
         "Every row but `from scratch` starts from the same original weights; rows that share an "
         "adaptation share its training. RecAdam's and MARS's settings are the best of their "
-        "candidates on the validation part of seed 0. `new texts` are the test texts that are not "
-        "also in the training part.",
+        f"candidates on the validation part of seed 0.{new_texts}",
         shown.markdown(),
     ]
 
