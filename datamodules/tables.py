@@ -205,7 +205,7 @@ def read_table(
     return named_cells(path, header, cells[1:])
 
 
-def csv_cells(path: str | Path) -> list[tuple[int, list[str]]]:
+def csv_cells(path: str | Path) -> Iterator[tuple[int, list[str]]]:
     """The cells of each row of a csv ([] for an empty line), with the number of its last line.
 
     Line ends within quotation marks stay as they are in the file, as pandas and `datasets` read it.
@@ -216,7 +216,8 @@ def csv_cells(path: str | Path) -> list[tuple[int, list[str]]]:
     """
     reader = csv.reader(open_lines(path, ends=True))
     try:
-        return [(reader.line_num, cells) for cells in reader]
+        for cells in reader:
+            yield reader.line_num, cells
     except csv.Error as error:
         raise ValueError(
             f"{path}, line {reader.line_num}: a carriage return is in a cell without quotation "
@@ -259,11 +260,13 @@ def table_columns(path: str | Path) -> list[str]:
         FileNotFoundError: there is no such file.
         ValueError: the ending is none of csv, tsv, jsonl and txt.
     """
+    if Path(path).suffix.lower() == ".csv":
+        return next(csv_cells(path))[1]
     return _header(path, open_lines(path)[0])
 
 
 def _header(path: str | Path, first: str) -> list[str]:
-    """The names of the columns of a table whose first line is this."""
+    """The names of the columns of a table, other than csv, whose first line is this."""
     suffix = Path(path).suffix.lower()
     if suffix == ".jsonl":
         try:
@@ -275,8 +278,6 @@ def _header(path: str | Path, first: str) -> list[str]:
         return [TXT]
     if suffix == ".tsv":
         return first.split("\t")
-    if suffix == ".csv":
-        return csv_cells(path)[0][1]
     raise ValueError(
         f"{path} ends in {suffix or 'nothing'}, expected .csv, .tsv, .jsonl or .txt: rename the "
         "file."

@@ -347,8 +347,8 @@ def _image_files(path: str) -> list[str]:
 
 def answers(
     predictor: Predictor, inputs: Sequence[tuple[str, Any]], unreadable: list[str]
-) -> Iterator[tuple[str, Prediction]]:
-    """Each input's name and prediction, a batch at a time.
+) -> Iterator[tuple[str, Any, Prediction]]:
+    """Each input's name, the input (of an image's file the image) and prediction, batch by batch.
 
     Images that cannot be read are left out, and the reason is added to `unreadable`.
     """
@@ -364,7 +364,7 @@ def answers(
                 except OSError as error:
                     unreadable.append(str(error))
         names, values = [name for name, _ in batch], [value for _, value in batch]
-        yield from zip(names, predictor(values), strict=True)
+        yield from zip(names, values, predictor(values), strict=True)
 
 
 def table_of(rows: Sequence[tuple[str, Prediction]], kind: str) -> pd.DataFrame:
@@ -515,13 +515,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     answered = answers(predictor, inputs, unreadable)
     bar = Console(stderr=True)
     rows = []
-    files = dict(inputs)
-    below = (
-        dict(zip(files, below_common(list(files)), strict=True)) if predictor.kind in SCENES else {}
-    )
-    for name, one in track(answered, "predicting", len(inputs), console=bar, transient=True):
+    names = [name for name, _ in inputs]
+    below = dict(zip(names, below_common(names), strict=True)) if predictor.kind in SCENES else {}
+    for name, value, one in track(answered, "predicting", len(inputs), console=bar, transient=True):
         if one.parts is not None:
-            save_pictures(out, below[name], read_image(files[name]), one.parts)
+            save_pictures(out, below[name], value, one.parts)
             one = replace(one, parts=[replace(part, pixels=None) for part in one.parts])
         rows.append((name, one))
     for reason in unreadable:
