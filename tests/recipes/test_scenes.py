@@ -108,10 +108,11 @@ def test_options_of_other_kinds_are_refused(trained):
         main([*command, "--threshold", "2"])
 
 
-def test_another_seed_matters_where_it_drew_the_scenes(trained):
+def test_another_seed_matters_where_it_drew_the_scenes(trained, tmp_path):
     kind, checkpoint, scenes = trained
     stage = ["validate", "-c", str(RECIPES / "pela" / f"{kind}.yaml"), "--preset", "tiny"]
     quiet = ["--trainer.enable_progress_bar=false", "--trainer.logger=false"]
+    quiet += [f"--trainer.default_root_dir={tmp_path}"]
     other = [*stage, *quiet, f"--ckpt_path={checkpoint}", "--seed_everything=1"]
     with pytest.raises(ValueError, match="run had seed 0 and this one has 1"):
         cli.main(other)

@@ -195,6 +195,12 @@ def test_losses_are_computed_in_full_precision_under_autocast(dense):
     )
 
 
+def queries_and_keys(block, inputs):
+    """Of a block's attention, before any norm of theirs, (6, 4, 17, 8) each."""
+    q, k, _ = block.attn.qkv(block.norm1(inputs)).chunk(3, dim=-1)
+    return [x.reshape(6, 17, 4, 8).transpose(1, 2) for x in (q, k)]
+
+
 def test_tinybert_is_its_papers(dense):
     module = build(dense, module=Distillation, method="tinybert", alpha=0.5)
     images, labels = batch()
@@ -207,9 +213,7 @@ def test_tinybert_is_its_papers(dense):
     for i in range(2):
         scores = []
         for model, inputs in ((student, own[i]), (teacher, other[i])):
-            block = model.blocks[i]
-            q, k, _ = block.attn.qkv(block.norm1(inputs)).chunk(3, dim=-1)
-            q, k = (x.reshape(6, 17, 4, 8).transpose(1, 2) for x in (q, k))
+            q, k = queries_and_keys(model.blocks[i], inputs)
             scores.append(torch.einsum("bhid,bhjd->bhij", q, k) / math.sqrt(8))
         expected = expected + (scores[0] - scores[1]).square().mean()
     soft = teacher(images).softmax(-1)
@@ -236,8 +240,7 @@ def test_tinybert_compares_the_scores_of_normalised_queries_and_keys():
         scores = []
         for model, inputs in ((student, own[i]), (teacher, other[i])):
             block = model.blocks[i]
-            q, k, _ = block.attn.qkv(block.norm1(inputs)).chunk(3, dim=-1)
-            q, k = (x.reshape(6, 17, 4, 8).transpose(1, 2) for x in (q, k))
+            q, k = queries_and_keys(block, inputs)
             scores.append(block.attn.q_norm(q) @ block.attn.k_norm(k).mT / math.sqrt(8))
             torch.testing.assert_close(scores[-1].softmax(-1), seen[model][i])
         expected = expected + (scores[0] - scores[1]).square().mean()
