@@ -5,9 +5,10 @@ python -m recipes claims
 
 import argparse
 import importlib
+import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
@@ -34,34 +35,34 @@ ON_THIS_RUN = "## The paper's claims, judged on this run"  # the last heading of
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on a claim, judged on the table of one experiment at one preset.
+    """The verdict on a claim, judged on the table of one run.
 
     Attributes:
         claim: the judged claim.
         experiment: such as "vera.glue".
-        preset: the table's preset; "" if there is no table.
         word: supported, refuted, undecided or not judged.
         measured: differences, intervals and n.
         reason: why it is not judged, or how many seeds would decide.
         source: the report's line of provenance: command, device, date, commit.
         measured_on: the models and data of the table, from its report.
+        report: the file beside the table; None in it, or if no table has what the claim compares.
     """
 
     claim: Claim
     experiment: str
-    preset: str
     word: str
     measured: str = ""
     reason: str = ""
     source: str = ""
     measured_on: str = ""
+    report: Path | None = None
 
-    @property
-    def command(self) -> str:
-        """The command that produced the table, from the line of provenance."""
-        if command := re.match(r"`[^`]*`", self.source):
-            return command[0]
-        return f"`python -m recipes.{self.experiment} --preset {self.preset}`"
+    def link(self, page: Path) -> str:
+        """The report as a link in Markdown from a page; "" without one."""
+        if self.report is None:
+            return ""
+        where = Path(os.path.relpath(self.report, page.parent)).as_posix()
+        return f"[{self.report.parent.name}]({where})"
 
 
 def claims(root: Path = ROOT) -> Iterator[tuple[str, Claim]]:
@@ -84,46 +85,45 @@ def claims_of(experiment: str) -> Sequence[Claim]:
         raise
 
 
-def verdicts_on(table: pd.DataFrame, experiment: str, preset: str, source: str) -> list[str]:
+def verdicts_on(table: pd.DataFrame, experiment: str, preset: str) -> list[str]:
     """Paragraphs with the verdicts on one run, which end its report; none at preset tiny.
 
     Args:
         table: the run's tidy table.
         experiment: such as "vera.glue".
         preset: of the run.
-        source: the run's command in backticks, or its line of provenance.
     """
     all_claims = () if preset == "tiny" else claims_of(experiment)
     listed = [claim for claim in all_claims if claim.preset in ("", preset)]
     if not listed:
         return []
-    verdicts = [
-        Verdict(claim, experiment, preset, *judge(claim, table), source) for claim in listed
-    ]
+    verdicts = [Verdict(claim, experiment, *judge(claim, table)) for claim in listed]
     return [ON_THIS_RUN, MEANING, overview(verdicts)]
 
 
 def judge_all(root: Path = ROOT) -> list[Verdict]:
-    """A verdict for each claim and each preset with a table under results/, except tiny."""
+    """A verdict for each claim on each table under results/ that has its rows, except tiny."""
     tables = [
-        (part, *_lines(file.with_name("report.md")))
+        (part, file.with_name("report.md"))
         for file in sorted((root / "results").rglob("results.csv"))
         for _, part in read(file).groupby(["experiment", "preset"], sort=False)
     ]
     verdicts = []
     for experiment, claim in claims(root):
         judged = [
-            Verdict(claim, experiment, part["preset"].iloc[0], *judge(claim, part), *lines)
-            for part, *lines in tables
-            if part["experiment"].iloc[0] == experiment
+            Verdict(claim, experiment, *judge(claim, part), *_lines(report), report)
+            for part, report in tables
+            if claim.test is not None
+            and part["experiment"].iloc[0] == experiment
             and part["preset"].iloc[0] != "tiny"
             and claim.preset in ("", part["preset"].iloc[0])
         ]
         # a table without the rows of a claim says nothing beside one that has them
         lacking = [one for one in judged if one.reason.startswith(COMPUTE)]
-        judged = [one for one in judged if one not in lacking] or lacking[:1]
+        judged = [one for one in judged if one not in lacking]
+        judged = judged or [replace(one, report=None) for one in lacking[:1]]
         reason = claim.reason or _not_run(experiment, claim.preset)
-        verdicts += judged or [Verdict(claim, experiment, "", NOT_JUDGED, reason=reason)]
+        verdicts += judged or [Verdict(claim, experiment, NOT_JUDGED, reason=reason)]
     return verdicts
 
 
@@ -145,22 +145,28 @@ def _lines(report: Path) -> tuple[str, str]:
     return source, measured_on
 
 
-def overview(verdicts: Sequence[Verdict]) -> str:
-    """Tables for recipes/*/README.md and claims.md: judged claims, then the others with reasons."""
+def overview(verdicts: Sequence[Verdict], page: Path | None = None) -> str:
+    """Tables of the judged claims, and of the others with reasons.
+
+    Args:
+        verdicts: on the claims.
+        page: the file with the tables, from which each run's report is linked; None for a report.
+    """
     judged = [one for one in verdicts if one.word != NOT_JUDGED]
     not_judged = [
-        [_sentence(one.claim), one.claim.number, one.reason]
+        [_sentence(one.claim), one.claim.number, one.reason, *([one.link(page)] if page else [])]
         for one in verdicts
         if one.word == NOT_JUDGED
     ]
+    header = ["not judged", "paper", "why", *(["run"] if page else [])]
     return "\n\n".join(
-        ([_judged(judged)] if judged else [])
-        + ([_markdown(["not judged", "paper", "why"], not_judged)] if not_judged else [])
+        ([_judged(judged, page)] if judged else [])
+        + ([_markdown(header, not_judged)] if not_judged else [])
     )
 
 
-def summary(verdicts: Sequence[Verdict]) -> str:
-    """Tables for README.md: judged claims without their long commands, and counts of verdicts."""
+def summary(verdicts: Sequence[Verdict], page: Path) -> str:
+    """Tables for README.md: judged claims, and counts of verdicts."""
     rows = []
     for experiment in dict.fromkeys(one.experiment for one in verdicts):
         part = [one for one in verdicts if one.experiment == experiment]
@@ -168,15 +174,15 @@ def summary(verdicts: Sequence[Verdict]) -> str:
         rows.append([part[0].claim.paper, f"`recipes.{experiment}`", *counts])
     judged = [one for one in verdicts if one.word != NOT_JUDGED]
     return "\n\n".join(
-        ([_judged(judged, commands=False)] if judged else [])
+        ([_judged(judged, page)] if judged else [])
         + [_markdown(["paper", "experiment", *(f"claims {word}" for word in WORDS)], rows)]
     )
 
 
-def _judged(verdicts: Sequence[Verdict], commands: bool = True) -> str:
+def _judged(verdicts: Sequence[Verdict], page: Path | None) -> str:
     placed = any(one.measured_on for one in verdicts)  # not in a report, which names them on top
     header = ["claim", "paper", *(["measured on"] if placed else []), "ours, with 95 % interval"]
-    header += ["verdict", *(["command"] if commands else [])]
+    header += ["verdict", *(["run"] if page else [])]
     rows = [
         [
             _sentence(one.claim),
@@ -184,7 +190,7 @@ def _judged(verdicts: Sequence[Verdict], commands: bool = True) -> str:
             *([one.claim.measured_on or one.measured_on] if placed else []),
             one.measured,
             f"**{one.word}**" + (f": {one.reason}" if one.reason else ""),
-            *([one.command] if commands else []),
+            *([one.link(page)] if page else []),
         ]
         for one in verdicts
     ]
@@ -200,8 +206,8 @@ def _markdown(header: list[str], rows: list[list[str]]) -> str:
     return Table(header, cells, words=True).markdown()
 
 
-def ledger(verdicts: Sequence[Verdict]) -> str:
-    """The text of results/claims.md."""
+def ledger(verdicts: Sequence[Verdict], page: Path) -> str:
+    """The text of results/claims.md, which is `page`."""
     count = {word: sum(one.word == word for one in verdicts) for word in WORDS}
     distinct = len({(one.experiment, one.claim.name) for one in verdicts})
     text = [
@@ -214,8 +220,9 @@ def ledger(verdicts: Sequence[Verdict]) -> str:
     ]
     for experiment in dict.fromkeys(one.experiment for one in verdicts):
         part = [one for one in verdicts if one.experiment == experiment]
-        sources = dict.fromkeys(f"- {one.preset}: {one.source}" for one in part if one.source)
-        text += [f"## {part[0].claim.paper}: {experiment}", "\n".join(sources), overview(part)]
+        sources = dict.fromkeys(f"- {one.link(page)}: {one.source}" for one in part if one.report)
+        text += [f"## {part[0].claim.paper}: {experiment}", "\n".join(sources)]
+        text.append(overview(part, page))
     return "\n\n".join(one for one in text if one) + "\n"
 
 
@@ -227,28 +234,36 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
 
     A page's tables are between `<!-- claims:NAME -->` and `<!-- /claims -->`, where NAME is a
     method's folder or an experiment; "all" stands for all experiments, and gives the tables of
-    `summary`. The reports are those beside the tables in results/.
+    `summary`. Each verdict links the report of its run, which begins with the command. The reports
+    are those beside the tables in results/.
 
     Raises:
         ValueError: if no claims belong to a NAME in a page.
     """
     verdicts = judge_all(root)
 
-    def fill(match: re.Match[str]) -> str:
-        name = match[2]
-        part = [
-            one
-            for one in verdicts
-            if name in ("all", one.experiment, one.experiment.partition(".")[0])
-        ]
-        if not part:
-            raise ValueError(f"no claims are named {name!r}: expected a method or an experiment")
-        return f"{match[1]}{summary(part) if name == 'all' else overview(part)}\n{match[3]}"
+    def filled(page: Path) -> str:
+        def fill(match: re.Match[str]) -> str:
+            name = match[2]
+            part = [
+                one
+                for one in verdicts
+                if name in ("all", one.experiment, one.experiment.partition(".")[0])
+            ]
+            if not part:
+                raise ValueError(
+                    f"no claims are named {name!r}: expected a method or an experiment"
+                )
+            tables = summary if name == "all" else overview
+            return f"{match[1]}{tables(part, page)}\n{match[3]}"
 
-    texts = {root / "results" / "claims.md": ledger(verdicts)}
+        return MARKED.sub(fill, page.read_text(encoding="utf-8"))
+
+    claims_page = root / "results" / "claims.md"
+    texts = {claims_page: ledger(verdicts, claims_page)}
     for page in [root / "README.md", *sorted((root / "recipes").glob("*/README.md"))]:
         if page.is_file():
-            texts[page] = MARKED.sub(fill, page.read_text(encoding="utf-8"))
+            texts[page] = filled(page)
     return texts | _reports(root)
 
 
@@ -257,9 +272,8 @@ def _reports(root: Path) -> dict[Path, str]:
     for page in sorted((root / "results").rglob("report.md")):
         table = read(page.with_name("results.csv"))
         experiment, preset = table[["experiment", "preset"]].iloc[0]
-        source, _ = _lines(page)
         before = page.read_text(encoding="utf-8").partition(ON_THIS_RUN)[0].rstrip()
-        verdicts = verdicts_on(table, experiment, preset, source)
+        verdicts = verdicts_on(table, experiment, preset)
         texts[page] = "\n\n".join([before, *verdicts]) + "\n"
     return texts
 

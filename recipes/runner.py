@@ -424,7 +424,7 @@ def write_table(run: Run) -> None:
 
 def write_report(experiment: Experiment, run: Run, table: pd.DataFrame) -> None:
     """Write report.md: the experiment's paragraphs, its trials, and verdicts on its claims."""
-    judged = ledger.verdicts_on(table, run.name, run.preset, f"`{run.command}`")
+    judged = ledger.verdicts_on(table, run.name, run.preset)
     results.write_report(run.out, [*experiment.report(table, run), *trials_of(run), *judged])
 
 
