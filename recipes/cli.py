@@ -34,6 +34,7 @@ from lightning.pytorch.cli import (
 )
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from callbacks.resuming import Resuming
@@ -96,15 +97,18 @@ class WrongSetting(ValueError):
 
 
 class SaveConfig(SaveConfigCallback):
-    """Writes config.yaml into the logger's folder, or the checkpoints' if no logger has one.
+    """Writes config.yaml into the logger's folder; if no logger has one, a training's checkpoints'.
 
-    In the second case Lightning's SaveConfigCallback would write into the current folder.
+    In the second case Lightning's SaveConfigCallback would write into the current folder. What only
+    scores or predicts has no checkpoints of its own, and then leaves nothing behind.
     """
 
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Write config.yaml, on the first rank."""
         kinds = CSVLogger | TensorBoardLogger
         file_loggers = [one for one in trainer.loggers if isinstance(one, kinds)]
+        if not file_loggers and stage != TrainerFn.FITTING:
+            return
         dirpath = getattr(trainer.checkpoint_callback, "dirpath", None)
         folder = Path(dirpath or Path(trainer.default_root_dir, "checkpoints"))
         if file_loggers:

@@ -57,6 +57,19 @@ def test_without_a_log_the_settings_lie_beside_the_checkpoints(scratch, logger):
     assert sorted(path.name for path in scratch.iterdir()) == ["checkpoints", "run"]
 
 
+@pytest.mark.parametrize("verb", ["validate", "test"])
+def test_scoring_without_a_log_leaves_nothing_behind(scratch, verb):
+    """Before, it wrote checkpoints/config.yaml, or over that of a training in this folder."""
+    cli.main(
+        [
+            *(verb, "-c", str(RECIPES / "matformer" / "matvit.yaml"), "--preset", "tiny"),
+            *("--trainer.limit_val_batches=1", "--trainer.limit_test_batches=1"),
+            *("--trainer.enable_progress_bar=false", "--trainer.logger=false"),
+        ]
+    )
+    assert not list(scratch.iterdir())
+
+
 def test_early_stopping_and_the_learning_rate_by_flags(tmp_path):
     fit(tmp_path, "--trainer.max_epochs=30",
         "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val/accuracy",
