@@ -20,7 +20,7 @@ from typing import Any, Literal, TextIO, get_args
 
 from torch.utils.data import Dataset
 
-from datamodules.loading import PartsData, require_choice
+from datamodules.loading import require_choice
 from datamodules.tables import column_error
 from datamodules.token_files import (
     Blocks,
@@ -28,11 +28,16 @@ from datamodules.token_files import (
     TokenStream,
     Windows,
     appearing,
-    fingerprint,
-    require_same,
     write_tokens,
 )
-from datamodules.tokens import load_tokenizer, tokenizer_state, train_tokenizer
+from datamodules.tokens import (
+    WithTokenizer,
+    fingerprint,
+    load_tokenizer,
+    require_same,
+    tokenizer_state,
+    train_tokenizer,
+)
 
 Source = Literal["python", "files", "datasets"]
 BYTES = 259  # entries of `train_tokenizer`'s tokenizer when it has no merges: one for each byte
@@ -43,7 +48,7 @@ TRAINING_BYTES = 50_000_000  # most bytes of text that a tokenizer is trained on
 SPLITS = {"train": "train", "val": "validation", "test": "test"}
 
 
-class CorpusData(PartsData):
+class CorpusData(WithTokenizer):
     """Blocks of tokens for a causal language model.
 
     Training: documents in an order drawn by `seed`, each with its end-of-text token, joined and
@@ -219,13 +224,9 @@ class CorpusData(PartsData):
             "decoding": {},
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another tokenizer, too; see `require_same`."""
-        super().load_state_dict(state_dict)
-        if "description" in state_dict:
-            state = state_dict["description"]["tokenizer"]
-            cure = _cure("the one that it was trained with")
-            require_same("the checkpoint", state, self.tokenizer, cure)
+    @property
+    def tokenizer_cure(self) -> str:
+        return _cure("the one that it was trained with")
 
     def refuse_another_tokenizer(self, model: str) -> None:
         """Refuse a model with another tokenizer than the data's; warn if it comes with none.

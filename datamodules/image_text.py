@@ -13,16 +13,17 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from datamodules.captions import BadImages, Captioned, plain, read_captions, read_picture, usable
-from datamodules.loading import (
-    PartsData,
-    data_folder,
-    hold_out,
-    require_choice,
-    require_share,
-)
+from datamodules.loading import data_folder, hold_out, require_choice, require_share
 from datamodules.shapes import write
 from datamodules.tables import read_table
-from datamodules.tokens import filling, load_tokenizer, pad, tokenizer_from, tokenizer_state
+from datamodules.tokens import (
+    WithTokenizer,
+    filling,
+    load_tokenizer,
+    pad,
+    tokenizer_from,
+    tokenizer_state,
+)
 
 # ALBEF's RandAugment: nothing that changes colours. Its tenth operation does nothing, and each is
 # done with probability ½: with the nine others alone that is a probability of 0.45.
@@ -33,7 +34,7 @@ AUGMENTATIONS = [
 MOVED = {"translate_const": 10}  # pixels, at magnitude 10
 
 
-class ImageTextData(PartsData):
+class ImageTextData(WithTokenizer):
     """Base of the image-text DataModules: their files, the image transform and the tokenizer.
 
     Args:

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from datamodules.loading import IGNORED, PartsData, draw, hold_out
+from datamodules.loading import IGNORED, draw, hold_out
 from datamodules.tables import TXT, read_class, read_score, read_table, table_columns
-from datamodules.token_files import require_same
 from datamodules.tokens import (
+    WithTokenizer,
     encode,
     filling,
     framed,
@@ -81,7 +81,7 @@ class SentenceSet(Dataset):
         return pad(samples, filling(self.tokenizer))
 
 
-class TokenizedData(PartsData):
+class TokenizedData(WithTokenizer):
     """The base of the text DataModules: parts of text, and a tokenizer.
 
     A subclass reads a part's examples in `load`, and makes the model's inputs in `samples`. A part
@@ -177,18 +177,14 @@ class TokenizedData(PartsData):
                 self._tokenizer = train_tokenizer(texts, self.trained_size)
         return self._tokenizer
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another tokenizer, too; see `require_same`."""
-        super().load_state_dict(state_dict)
-        if "description" in state_dict:
-            cure = "set --data.tokenizer to the one that it was trained with"
-            if not self.tokenizer_name:  # it is trained on the training part
-                cure = (
-                    "give it the training examples of its own run, all settings that choose them "
-                    "included, since the tokenizer is trained on them"
-                )
-            state = state_dict["description"]["tokenizer"]
-            require_same("the checkpoint", state, self.tokenizer, cure)
+    @property
+    def tokenizer_cure(self) -> str:
+        if self.tokenizer_name:
+            return super().tokenizer_cure
+        return (  # it is trained on the training part
+            "give it the training examples of its own run, all settings that choose them included, "
+            "since the tokenizer is trained on them"
+        )
 
     @property
     def vocab_size(self) -> int:

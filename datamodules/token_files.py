@@ -5,7 +5,6 @@ end-of-text token), `ends.npy` (where each document ends) and `manifest.json` (w
 them, and how many there are).
 """
 
-import hashlib
 import json
 import shutil
 import tempfile
@@ -21,46 +20,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from datamodules.loading import IGNORED
-from datamodules.tokens import tokenizer_from, tokenizer_state
+from datamodules.tokens import fingerprint
 
 FORMAT = 1
 # Documents and characters that are tokenised at a time: a tokenizer takes about a hundred bytes of
 # memory for a byte of text.
 BATCH, CHARACTERS = 64, 2**20
-
-
-def fingerprint(tokenizer: Any) -> str:
-    """SHA-256 of all settings of a transformers tokenizer that affect a text's tokens."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        rules: Any = sorted(tokenizer.get_vocab().items())
-    else:
-        rules = json.loads(backend.to_str())
-        # calling the tokenizer sets these two, and they stay set
-        rules.update(truncation=None, padding=None)
-    settings = [rules, tokenizer.eos_token_id]
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-
-
-def require_same(owner: str, state: dict[str, Any], tokenizer: Any, cure: str) -> None:
-    """Refuse a model of another tokenizer than the data's: it would read other tokens.
-
-    Args:
-        owner: the model, as the message names it.
-        state: its tokenizer, from `tokenizer_state`.
-        tokenizer: the data's.
-        cure: what to do about it.
-
-    Raises:
-        ValueError: naming both tokenizers.
-    """
-    theirs = tokenizer_from(state)
-    ours = tokenizer_from(tokenizer_state(tokenizer))  # in the same form, to compare
-    if fingerprint(theirs) != fingerprint(ours):
-        raise ValueError(
-            f"{owner} has another tokenizer, of {len(theirs)} tokens, than the data, "
-            f"{tokenizer.name_or_path!r} of {len(ours)}: {cure}"
-        )
 
 
 @contextmanager

@@ -1,12 +1,14 @@
-"""Loading, training and storing tokenizers; tokens of prompts; padded batches."""
+"""Loading, training, storing and comparing tokenizers; tokens of prompts; padded batches."""
 
+import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from datamodules.loading import IGNORED
+from datamodules.loading import IGNORED, PartsData
 
 
 def load_tokenizer(name: str) -> Any:
@@ -112,6 +114,61 @@ def tokenizer_from(state: dict[str, Any]) -> Any:
         model_input_names=state["model_input_names"],
         **state["tokens"],
     )
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """SHA-256 of all settings of a transformers tokenizer that affect a text's tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        rules: Any = sorted(tokenizer.get_vocab().items())
+    else:
+        rules = json.loads(backend.to_str())
+        # calling the tokenizer sets these two, and they stay set
+        rules.update(truncation=None, padding=None)
+    settings = [rules, tokenizer.eos_token_id]
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def require_same(owner: str, state: dict[str, Any], tokenizer: Any, cure: str) -> None:
+    """Refuse a model of another tokenizer than the data's: it would read other tokens.
+
+    Args:
+        owner: the model, as the message names it.
+        state: its tokenizer, from `tokenizer_state`.
+        tokenizer: the data's.
+        cure: what to do about it.
+
+    Raises:
+        ValueError: naming both tokenizers.
+    """
+    theirs = tokenizer_from(state)
+    ours = tokenizer_from(tokenizer_state(tokenizer))  # in the same form, to compare
+    if fingerprint(theirs) != fingerprint(ours):
+        raise ValueError(
+            f"{owner} has another tokenizer, of {len(theirs)} tokens, than the data, "
+            f"{tokenizer.name_or_path!r} of {len(ours)}: {cure}"
+        )
+
+
+class WithTokenizer(PartsData):
+    """The base of the DataModules with a tokenizer, whose state is in what `describe` returns."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer; a subclass implements it."""
+        raise NotImplementedError
+
+    @property
+    def tokenizer_cure(self) -> str:
+        """What to do about a checkpoint of another one."""
+        return "set --data.tokenizer to the one that it was trained with"
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuse a checkpoint of another tokenizer, too; see `require_same`."""
+        super().load_state_dict(state_dict)
+        if "description" in state_dict:
+            state = state_dict["description"]["tokenizer"]
+            require_same("the checkpoint", state, self.tokenizer, self.tokenizer_cure)
 
 
 Role = Literal["text", "text_target"]  # what a model reads or writes, as tokenizers call it

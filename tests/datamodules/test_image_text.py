@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from PIL import Image
+from transformers import BertTokenizer
 
 from datamodules import CaptionData, EntailmentData, GroundingData, VQAData
 from datamodules.captions import plain, read_captions, read_picture, usable
@@ -155,6 +156,18 @@ def test_a_rank_that_is_filled_up_says_so(folder):
     batch = samples.collate([samples[1], sample])
     assert batch["labels"].tolist() == [1, -100]
     assert batch["text_index"].tolist() == [1, 1, -100, -100]
+
+
+@pytest.mark.parametrize("kind", [CaptionData, EntailmentData, GroundingData, VQAData])
+def test_a_checkpoint_of_another_tokenizer_is_refused(kind, folder, tmp_path):
+    """Two of its words have changed places, so that their number is the same."""
+    *words, last, one = (folder / "vocab.txt").read_text().split()
+    (tmp_path / "vocab.txt").write_text("\n".join([*words, one, last]))
+    BertTokenizer(vocab=str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "other")
+    state = {"description": kind(root=str(folder), **SMALL).describe(), "module": "", "seed": 0}
+    kind(root=str(folder)).load_state_dict(state)
+    with pytest.raises(ValueError, match="another tokenizer, .*: set --data.tokenizer to the one"):
+        kind(root=str(folder), tokenizer=str(tmp_path / "other")).load_state_dict(state)
 
 
 def test_bad_images_are_refused_or_left_out(folder, tmp_path, caplog):
