@@ -20,7 +20,7 @@ from typing import Any, Literal, TextIO, get_args
 
 from torch.utils.data import Dataset
 
-from datamodules.loading import require_choice
+from datamodules.loading import require_choice, require_limits
 from datamodules.tables import column_error
 from datamodules.token_files import (
     Blocks,
@@ -121,10 +121,7 @@ class CorpusData(WithTokenizer):
                 f"source is {source}, val is {val!r} and test is {test!r}, expected neither: they "
                 "are for source files; python holds out val_fraction, a dataset has its own splits."
             )
-        limits = {"eval_stride": eval_stride, "max_bytes": max_bytes, "eval_tokens": eval_tokens}
-        for name, value in limits.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}, expected 1 or more, or null for no limit.")
+        require_limits(eval_stride=eval_stride, max_bytes=max_bytes, eval_tokens=eval_tokens)
         if length < 2:
             raise ValueError(f"length is {length}, expected 2 tokens or more in a block.")
         self.source, self.root, self.column, self.config = source, root, column, config

@@ -13,7 +13,13 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from datamodules.captions import BadImages, Captioned, plain, read_captions, read_picture, usable
-from datamodules.loading import data_folder, hold_out, require_choice, require_share
+from datamodules.loading import (
+    data_folder,
+    hold_out,
+    require_choice,
+    require_limits,
+    require_share,
+)
 from datamodules.shapes import write
 from datamodules.tables import read_table
 from datamodules.tokens import (
@@ -223,12 +229,13 @@ class CaptionData(ImageTextData):
         **kwargs: see `ImageTextData`.
 
     Raises:
-        ValueError: val_fraction is no share from 0 to below 1.
+        ValueError: val_fraction is no share from 0 to below 1, or limit is below 1.
     """
 
     def __init__(self, val_fraction: float = 0.1, limit: int | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         require_share(val_fraction, "0.1")
+        require_limits(limit=limit)
         self.val_fraction, self.limit = val_fraction, limit
 
     def read(self, part: str) -> list[Captioned]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision import transforms as T
 
-from datamodules.loading import PartsData, require_choice
+from datamodules.loading import PartsData, require_choice, require_limits
 
 Item = tuple[Any, int]  # (argument of `read`, label)
 Augmentation = Literal["timm", "light", "none"]
@@ -197,6 +197,7 @@ class ImageData(PartsData):
         require_choice("augmentation", augmentation, get_args(Augmentation))
         if not 0 <= val_fraction <= 1:
             raise ValueError(f"val_fraction is {val_fraction}, expected a share between 0 and 1.")
+        require_limits(per_class=per_class)
         if val_per_class is not None and (per_class is None or val_per_class < 1):
             raise ValueError(
                 f"val_per_class is {val_per_class} with per_class {per_class}: expected 1 or more "

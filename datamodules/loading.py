@@ -393,6 +393,17 @@ def require_choice(setting: str, value: str, choices: Collection[str]) -> None:
         raise ValueError(f"{setting} is {value!r}, expected {', '.join(others)} or {last}.")
 
 
+def require_limits(**limits: int | None) -> None:
+    """Refuse a limit below 1, which would leave nothing, or all but the last.
+
+    Raises:
+        ValueError: naming the setting and its value.
+    """
+    for name, value in limits.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}, expected 1 or more, or null for no limit.")
+
+
 def require_share(val_fraction: float, cure: str) -> None:
     """Refuse a share to hold out that is below 0 or leaves nothing to train on.
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from datamodules.loading import IGNORED, draw, hold_out
+from datamodules.loading import IGNORED, draw, hold_out, require_limits
 from datamodules.tables import TXT, read_class, read_score, read_table, table_columns
 from datamodules.tokens import (
     WithTokenizer,
@@ -116,11 +116,7 @@ class TokenizedData(WithTokenizer):
         eval_limit: int | None = None,
     ) -> None:
         super().__init__(batch_size, eval_batch_size, num_workers, seed)
-        for name, value in {"limit": limit, "eval_limit": eval_limit}.items():
-            if value is not None and value < 1:
-                raise ValueError(
-                    f"{name} is {value}, expected 1 or more: leave it out to keep all examples."
-                )
+        require_limits(limit=limit, eval_limit=eval_limit)
         self.tokenizer_name, self.trained_size, self.max_length = tokenizer, vocab_size, max_length
         self.limit, self.eval_limit = limit, eval_limit
         self._parts: dict[str, list] = {}

@@ -170,6 +170,14 @@ def test_a_checkpoint_of_another_tokenizer_is_refused(kind, folder, tmp_path):
         kind(root=str(folder), tokenizer=str(tmp_path / "other")).load_state_dict(state)
 
 
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_below_one_is_named(folder, limit):
+    """-1 left out the last picture, and 0 all of them."""
+    with pytest.raises(ValueError, match=f"limit is {limit}, expected 1 or more, or null for no"):
+        CaptionData(root=str(folder), limit=limit)
+    assert len(CaptionData(root=str(folder), limit=5).entries("train")) == 5
+
+
 def test_bad_images_are_refused_or_left_out(folder, tmp_path, caplog):
     Image.new("RGB", (8, 8)).save(tmp_path / "good.png")
     (tmp_path / "torn.png").write_bytes(b"no picture")

@@ -340,6 +340,8 @@ def test_bad_settings_are_named():
         ImageFolderData(augmentation="strong")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="val_fraction is 5"):
         ImageFolderData(val_fraction=5)
+    with pytest.raises(ValueError, match="per_class is -1, expected 1 or more, or null"):
+        ImageFolderData(per_class=-1)  # which would keep all but one image of each class
 
 
 class Labels(L.LightningModule):
