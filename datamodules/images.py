@@ -6,11 +6,13 @@ The data families are in image_folders.py, imagenet.py, cub.py, torchvision_sets
 import contextlib
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from PIL import Image, ImageOps
 from timm.data import Mixup, auto_augment, create_transform
@@ -19,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision import transforms as T
 
-from datamodules.loading import PartsData, require_choice, require_limits
+from datamodules.loading import PartsData, listed, require_choice, require_limits
 
 Item = tuple[Any, int]  # (argument of `read`, label)
 Augmentation = Literal["timm", "light", "none"]
@@ -154,7 +156,8 @@ class ImageData(PartsData):
         per_class: keep at most this many training images of each class, drawn by `seed`.
         classes: keep only these classes, relabelled 0, 1, … in this order.
         val_per_class: validate on this many images of each class, drawn from the training images
-            that `per_class` left out, so that settings are not chosen on the test part.
+            that `per_class` left out, so that settings are not chosen on the test part; a class
+            that has fewer of them is named in a warning.
         val_fraction: share of each class's training images that is held out for validation if the
             data have no validation part; 0 validates on the test part.
 
@@ -295,6 +298,13 @@ class ImageData(PartsData):
                         f"val_per_class {count}: set a lower per_class."
                     )
                 val, _ = draw_per_class(rest, lambda n: min(n, count), self.seed)
+                found = Counter(label for _, label in val)
+                if few := [name for label, name in enumerate(names) if found[label] < count]:
+                    rank_zero_warn(
+                        f"per_class {limit} leaves fewer than val_per_class {count} images of "
+                        f"{len(few)} of {len(names)} classes, which are validated on what is left: "
+                        f"{listed(few)}. Set a lower per_class to have as many of each."
+                    )
                 self._drawn |= {"val"}
         self._sets["train"] = ImageSet(train, self.read, *self.train_transform())
         transform = self.eval_transform()

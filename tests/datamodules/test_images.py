@@ -704,3 +704,11 @@ def test_validation_on_images_that_per_class_leaves_over(folders):
         ValueError, match="per_class 6 takes every training image and leaves none f"
     ):
         folder_data(folders, per_class=6, val_per_class=1).setup()
+
+
+def test_classes_with_too_few_images_to_validate_on_are_named(folders):
+    data = folder_data(folders, per_class=3, val_per_class=2)
+    said = "per_class 3 leaves fewer than val_per_class 2 images of 1 of 2 classes, .*: 'b'"
+    with pytest.warns(UserWarning, match=said):
+        data.setup()
+    assert labels(data.val_set) == [0, 0, 1]
