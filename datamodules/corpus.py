@@ -1,6 +1,6 @@
 """Text for language models: documents, tokenised and packed into blocks.
 
-Documents come from files (text, or a column of csv, tsv and jsonl), from a dataset of the
+Documents come from files (text, or a column of csv, tsv, jsonl and json), from a dataset of the
 `datasets` library, or from the installed Python source. They are tokenised once, into memory-mapped
 token files (see token_files.py), so that a corpus may be larger than memory.
 """
@@ -44,6 +44,7 @@ BYTES = 259  # entries of `train_tokenizer`'s tokenizer when it has no merges: o
 PIECE = 2**20  # characters; a longer text is split into several documents
 # A line's last word with the white space before it, to which most tokenizers join it.
 LAST_WORD = re.compile(r"[^\S\r\n]\S*\Z")
+RECORDS = re.compile(r"\s*\[\s*\{")  # how a json file begins that is a list of records
 TRAINING_BYTES = 50_000_000  # most bytes of text that a tokenizer is trained on
 SPLITS = {"train": "train", "val": "validation", "test": "test"}
 
@@ -67,7 +68,8 @@ class CorpusData(WithTokenizer):
             validation part.
         root: folder to look in for files that are not below the current folder; RECIPES_DATA when
             None.
-        column: name of the column with the text, in csv, tsv and jsonl files and in datasets.
+        column: name of the column with the text, in csv, tsv and jsonl files, lists of records in
+            json files, and datasets.
         config: configuration of the dataset, such as "wikitext-2-raw-v1".
         tokenizer: name of a transformers tokenizer, or a folder with its files. None: a tokenizer
             with `vocab_size` entries is trained on the training text; 259 is byte-level.
@@ -374,8 +376,9 @@ def _matching(name: Path) -> list[Path]:
 def read_file(path: Path, column: str) -> Iterator[str]:
     """Yield the documents of a file.
 
-    In csv, tsv and jsonl files each row's `column` is a document, any other file is one as a whole;
-    those that are long are several, see `pieces`.
+    In csv, tsv and jsonl files each row's `column` is a document, and in a json file that is a list
+    of records (which is in memory as a whole) each record's; any other file is one. Those that are
+    long are several, see `pieces`.
 
     Raises:
         ValueError: the file is not UTF-8, or a row has no such column or no text in it.
@@ -387,11 +390,12 @@ def read_file(path: Path, column: str) -> Iterator[str]:
                 for number, line in enumerate(lines, start=1):
                     place = f"{path}, line {number}"
                     if line.strip():
-                        text = json.loads(line)[column]
-                        if not isinstance(text, str):
-                            raise TypeError(f"{text!r} is no text")
-                        text.encode()  # JSON can say half of a surrogate pair, UTF-8 cannot
-                        yield from pieces(text)
+                        yield from pieces(_text(json.loads(line), column))
+            elif suffix == ".json" and RECORDS.match(lines.read(PIECE)):
+                lines.seek(0)
+                for number, record in enumerate(json.load(lines)):
+                    place = f"{path}, entry {number}"
+                    yield from pieces(_text(record, column))
             elif suffix in (".csv", ".tsv"):
                 tsv: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
                 reader = csv.DictReader(lines, **(tsv if suffix == ".tsv" else {}))
@@ -404,18 +408,27 @@ def read_file(path: Path, column: str) -> Iterator[str]:
                         raise column_error(path, reader.line_num, cells, len(names))
                     yield from pieces(row[column])
             else:
+                lines.seek(0)  # where that look has moved on
                 yield from pieces(lines)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8.") from error
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{place}: its {column!r} has half of a surrogate pair ({error}): repair the line."
+            f"{place}: its {column!r} has half of a surrogate pair ({error}): repair it."
         ) from error
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(
             f"{place}: there is no text {column!r} in it ({error!r}): name the text's column in "
-            "--data.column, or repair the line."
+            "--data.column, or repair it."
         ) from error
+
+
+def _text(record: Any, column: str) -> str:
+    text = record[column]
+    if not isinstance(text, str):
+        raise TypeError(f"{text!r} is no text")
+    text.encode()  # JSON can say half of a surrogate pair, UTF-8 cannot
+    return text
 
 
 def pieces(text: str | TextIO) -> Iterator[str]:

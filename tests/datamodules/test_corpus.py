@@ -139,6 +139,23 @@ def test_columns_text_and_patterns(tmp_path):
     assert [len(text) for text in read_file(tmp_path / "a.csv", "body")] == [200_000]
 
 
+def test_a_json_list_of_records_is_read_by_its_column(tmp_path):
+    """It was one document, of brackets and names; any other json still is, as a program's file."""
+    path = tmp_path / "a.json"
+    for indent in (None, 2):
+        records = [{"body": "one, two"}, {"body": "three\nGrüße"}]
+        path.write_text(json.dumps(records, indent=indent), encoding="utf-8-sig")
+        assert list(read_file(path, "body")) == ["one, two", "three\nGrüße"]
+    with pytest.raises(ValueError, match=r"a.json, entry 0: there is no text 'text' in it"):
+        list(read_file(path, "text"))
+    path.write_text('[{"body": "one"')
+    with pytest.raises(ValueError, match=r"a.json: there is no text 'body' .*JSONDecodeError"):
+        list(read_file(path, "body"))
+    for text in ('{"body": "one"}\n', '["one"]\n', ""):
+        path.write_text(text, encoding="utf-8-sig")
+        assert list(read_file(path, "body")) == [text][: len(text)]
+
+
 def test_files_are_found_below_the_root_too(tmp_path, monkeypatch):
     (tmp_path / "data" / "set").mkdir(parents=True)
     (tmp_path / "data" / "set" / "a.txt").write_text("some text " * 9)
