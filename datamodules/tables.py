@@ -253,27 +253,9 @@ def _is_object(line: str) -> bool:
         return False
 
 
-def table_columns(path: str | Path) -> list[str]:
-    """The names of a table's columns; of jsonl, those of its first line.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the ending is none of csv, tsv, jsonl and txt.
-    """
-    if Path(path).suffix.lower() == ".csv":
-        return next(csv_cells(path))[1]
-    return _header(path, open_lines(path)[0])
-
-
 def _header(path: str | Path, first: str) -> list[str]:
-    """The names of the columns of a table, other than csv, whose first line is this."""
+    """The names of the columns of a tsv or txt file whose first line is this."""
     suffix = Path(path).suffix.lower()
-    if suffix == ".jsonl":
-        try:
-            found = json.loads(first)
-        except json.JSONDecodeError:
-            return []  # read_table says what is wrong
-        return list(found) if isinstance(found, dict) else []
     if suffix == ".txt":
         return [TXT]
     if suffix == ".tsv":

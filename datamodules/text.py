@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from datamodules.loading import IGNORED, draw, hold_out, require_limits
-from datamodules.tables import TXT, read_class, read_score, read_table, table_columns
+from datamodules.tables import TXT, read_class, read_score, read_table
 from datamodules.tokens import (
     WithTokenizer,
     encode,
@@ -386,10 +386,12 @@ class TextData(SentenceData):
 
     def _read(self, part: str) -> list[Example]:
         path = self.files[part] or ""
-        labelled = part != "test" or self.label in table_columns(path)
+        rows = self._rows(part, labelled=part != "test")
+        labelled = any(self.label in row for _, row in rows)  # in jsonl only some may be
         examples = []
-        for line, row in self._rows(part, labelled):
-            label = self._label(row[self.label], f"{path}, line {line}") if labelled else None
+        for line, row in rows:
+            text, place = row.get(self.label, ""), f"{path}, line {line}"
+            label = self._label(text, place) if labelled else None
             examples.append(Example(row[self.text], row[self.pair] if self.pair else None, label))
         return examples
 

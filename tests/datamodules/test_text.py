@@ -147,6 +147,17 @@ def test_a_label_that_only_the_test_part_has(tmp_path: Path) -> None:
         TextData(train, test=test).setup("fit")
 
 
+def test_all_lines_of_jsonl_say_whether_a_test_file_has_labels(tmp_path: Path) -> None:
+    """By the first alone, the others' labels were dropped."""
+    train = write(tmp_path, "a.csv", "sentence,label\na,x\nb,y\n")
+    first, second = '{"sentence": "a"}\n', '{"sentence": "b", "label": "y"}\n'
+    some = TextData(train, test=write(tmp_path, "some.jsonl", first + second))
+    with pytest.raises(ValueError, match=r"some\.jsonl, line 1: the label is '', expected one of"):
+        some.examples("test")
+    none = TextData(train, test=write(tmp_path, "none.jsonl", first + first))
+    assert [example.label for example in none.examples("test")] == [None, None]
+
+
 def test_files_of_old_macs(tmp_path: Path) -> None:
     """Their lines end in a carriage return, which is an ordinary character in other files."""
     (tmp_path / "a.csv").write_bytes(b"sentence,label\ra,x\rb,y\r")
