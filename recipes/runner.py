@@ -354,10 +354,18 @@ def adopted(node: Node) -> bool:
     if twin is None:
         return False
     shutil.rmtree(node.folder)
-    shutil.copytree(twin.folder, node.folder, copy_function=os.link)  # no second copy on disk
+    shutil.copytree(twin.folder, node.folder, copy_function=linked)
     write_record(node.folder, {**read_record(node.folder), "fingerprint": node.fingerprint})
     console.print(f"[dim]{node.title}: the training is that of {twin.name}, not repeated")
     return True
+
+
+def linked(source: str, target: str) -> None:
+    """Give a file a second name, without a second copy on disk where the file system can."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def put_aside(folder: Path) -> list[Path]:

@@ -215,3 +215,16 @@ def test_a_shorter_trial_or_another_seed_is_not_adopted(go, trainings):
         folder = run.out / "seed0" / name
         assert (folder / "checkpoints" / "last.ckpt").is_file() and (folder / "node.json").is_file()
     assert go(declare=declare) and len(trainings.calls) == 5
+
+
+def test_a_training_is_adopted_where_files_cannot_have_two_names(go, trainings, monkeypatch):
+    """As on exFAT and some network drives."""
+
+    def refused(source, target):
+        raise PermissionError(1, "Operation not permitted", source)
+
+    monkeypatch.setattr("os.link", refused)
+    run = go(declare=chosen)
+    assert trainings.names == ["t1", "t2"]
+    final, trial = (run.out / "seed0" / name / "checkpoints/last.ckpt" for name in ("final", "t1"))
+    assert final.read_bytes() == trial.read_bytes()
