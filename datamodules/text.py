@@ -397,7 +397,13 @@ class TextData(SentenceData):
 
     def _label(self, text: str, place: str) -> float:
         if self.regress:
-            return read_score(text, place)
+            score = read_score(text, place)
+            if score == IGNORED:  # it would be neither trained on nor scored
+                raise ValueError(
+                    f"{place}: the score is {text}, which marks an example without a score here: "
+                    "remove the line, or give all scores in another unit."
+                )
+            return score
         return read_class(text, self._classes, place)
 
 

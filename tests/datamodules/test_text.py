@@ -233,6 +233,22 @@ def test_bad_values(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path / "none"))
 
 
+@pytest.mark.parametrize(
+    ("score", "said"),
+    [
+        ("-100", "-100, which marks an example without a score .*: remove the line, or give all"),
+        ("-1e2", "-1e2, which marks an example without a score"),
+        ("nan", "'nan', expected a number"),
+        ("inf", "'inf', expected a number"),
+    ],
+)
+def test_a_score_that_no_loss_can_take_is_named(tmp_path: Path, score: str, said: str) -> None:
+    """-100 was left out of the loss and of the correlations without a word."""
+    data = TextData(write(tmp_path, "a.csv", f"sentence,label\na,-99\nb,{score}\n"), regress=True)
+    with pytest.raises(ValueError, match=f"line 3: the score is {said}"):
+        data.examples("train")
+
+
 def test_a_checkpoint_of_other_examples_or_another_tokenizer_is_refused(tmp_path: Path) -> None:
     """Otherwise it would be scored on sentences that it was trained on, or on others' tokens."""
     rows = "".join(f"s {i * 7 % 13} {i * 5 % 11} {i},{i % 2}\n" for i in range(50))
