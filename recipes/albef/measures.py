@@ -8,10 +8,10 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from datamodules.images import read_image
 from lightning_modules.albef import Grounding, skipped
 from lightning_modules.albef.grounding import choose_box
 from lightning_modules.albef.retrieval import Gallery, rerank
@@ -21,6 +21,7 @@ from lightning_modules.standalone import plain
 from recipes.experiment import Measuring
 from recipes.methods import scores_on_test
 from recipes.plots import plt, save_plot
+from recipes.predict import opened_picture
 from recipes.records import Finished
 from recipes.results import Row
 
@@ -162,9 +163,9 @@ def in_pixels(heat: Tensor, size: tuple[int, int]) -> Tensor:
     return F.interpolate(heat[None, None], size=size, mode="bicubic")[0, 0]
 
 
-def show(axis: Any, file: Path) -> None:
-    """Draw a picture without ticks."""
-    axis.imshow(read_image(file))
+def show(axis: Any, picture: Path | Image.Image) -> None:
+    """Draw a picture, or the file of one, without ticks."""
+    axis.imshow(opened_picture(picture))
     axis.set_xticks([])
     axis.set_yticks([])
 

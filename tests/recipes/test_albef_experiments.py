@@ -283,11 +283,14 @@ def test_sentences_on_a_picture_are_judged(run, pictures, tmp_path, capsys):
         use.point(checkpoint, picture, "a disc", tmp_path / "heat.png")
 
 
-def test_a_phrase_is_pointed_at(run, pictures, tmp_path):
+def test_a_phrase_is_pointed_at(run, pictures, tmp_path, monkeypatch):
     checkpoint = run.out / "seed0" / "grounding_pela_k3" / "checkpoints" / "last.ckpt"
     picture = sorted(pictures.iterdir())[0]
     command = ["point", str(picture), "the red disc", "--ckpt_path", str(checkpoint)]
+    opened, real = [], Image.open
+    monkeypatch.setattr(Image, "open", lambda *given: opened.append(given) or real(*given))
     use.main([*command, "--out", str(tmp_path)])
+    assert len(opened) == 1
     [row] = pd.read_csv(tmp_path / "predictions.csv").itertuples()
     with Image.open(picture) as image, Image.open(tmp_path / "heat.png") as page:
         assert 0 <= row.x < image.width and 0 <= row.y < image.height
