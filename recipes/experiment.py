@@ -86,7 +86,7 @@ class Run:
         function: Measure,
         stages: Mapping[str, Node] | None = None,
         settings: Mapping[str, Any] | None = None,
-        missing: str = "",
+        missing: str | Callable[[], str] = "",
     ) -> Measurement:
         """Declare a measurement; see Measurement.
 
@@ -247,7 +247,9 @@ class Run:
     def missing(self) -> list[str]:
         """Why measurements that have to run cannot read their data, each reason once."""
         to_do = (node for node in unfinished(self.chosen()) if isinstance(node, Measurement))
-        return list(dict.fromkeys(node.missing for node in to_do if node.missing))
+        given = dict.fromkeys(node.missing for node in to_do)  # several may share a function
+        reasons = (one() if callable(one) else one for one in given)
+        return list(dict.fromkeys(reason for reason in reasons if reason))
 
     def check(self) -> None:
         """Parse every stage, so that a wrong flag is refused before anything trains.

@@ -220,7 +220,8 @@ class Measurement(Node):
         function: a top-level function, so that another process finds it by its name.
         nodes: the nodes that the function measures, by name.
         settings: settings of the function: plain values, or values of other nodes.
-        missing: why data that it reads cannot be read, and the cure; "" if they can.
+        missing: why data that it reads cannot be read, and the cure; "" if they can. Or a function
+            that says so, of data that are costly to read: it is asked only before they are read.
     """
 
     run: "Run"
@@ -229,7 +230,7 @@ class Measurement(Node):
     function: Measure
     nodes: dict[str, Node]
     settings: dict[str, Any]
-    missing: str = ""
+    missing: str | Callable[[], str] = ""
 
     def values(self) -> dict[str, Any]:
         """The nodes that it is given, and the settings."""

@@ -123,15 +123,17 @@ def declare(run: Run) -> None:
         given["decoder"] = {"architecture": name, "model_args": {}, "pretrained": True}
         given["data"] = {**grid["data"], "tokenizer": name}
     rows = run.rows(ROWS, default=grid["rows"])
+    missing = partial(missing_windows, Measuring(run.seeds[-1], given, {}, run.out))
     for seed in run.seeds:
-        run.measure("dense", seed, measure_dense, settings=given)
+        run.measure("dense", seed, measure_dense, settings=given, missing=missing)
         for kind in dict.fromkeys(kind_of(row) for row in rows):
             settings = {
                 "rows": [row for row in rows if kind_of(row) == kind],
                 "ratios": grid["ratios"],
                 "calibration": grid["calibration_windows"],
             }
-            run.measure(kind, seed, measure_kind, settings={**given, **settings})
+            settings = {**given, **settings}
+            run.measure(kind, seed, measure_kind, settings=settings, missing=missing)
 
 
 def kind_of(row: str) -> str:
@@ -209,6 +211,15 @@ def windows(data: CorpusData, m: Measuring) -> list[dict[str, torch.Tensor]]:
         )
     chosen = (samples[place] for place in range(start, start + count))
     return [{name: x[None] for name, x in sample.items()} for sample in chosen]
+
+
+def missing_windows(last: Measuring) -> str:
+    """Why the last seed, and so the run, cannot read its test windows; "" if it can."""
+    try:
+        windows(corpus(last), last)
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ import cpu_torchvision  # noqa: F401
 import copy
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -150,6 +151,17 @@ def test_seeds_that_would_score_the_same_windows_are_refused(run):
     assert len(windows(there // 4 - 1, 4)) == 4
     with pytest.raises(ValueError, match=f"each seed scores 4 of.*--seeds {there // 4}, or lower"):
         windows(there // 4, 4)
+
+
+def test_too_many_seeds_are_refused_before_anything_runs(run, monkeypatch):
+    """It came to light at the turn of the first seed without windows, hours later."""
+    seeds = len(language.corpus(given(run, "plain")).samples("test")) // 4
+    said = f"seed {seeds} has no test windows of its own.*run at most --seeds {seeds}, or lower"
+    with pytest.raises(FileNotFoundError, match=said):
+        language.main(["--seeds", str(seeds + 1), "--out", "elsewhere"])
+    assert not Path("elsewhere").exists()
+    monkeypatch.delattr(language, "corpus")
+    assert not run.missing()  # the texts of what is finished are not read again
 
 
 def test_paper_leaves_windows_for_other_seeds():
