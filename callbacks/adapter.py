@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning as L
 
-from lightning_modules.vera.adapter import save_adapter
+from lightning_modules.vera.adapter import adapted_model, save_adapter
 
 log = logging.getLogger("lightning_modules")
 
@@ -29,8 +29,8 @@ class SaveAdapter(L.Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the adapter. All ranks take part, because a sharded vector has to be gathered."""
-        model = next((part for part in pl_module.modules() if hasattr(part, "vera")), None)
-        if model is None:
+        model = adapted_model(pl_module)
+        if not hasattr(model, "vera"):
             log.info("SaveAdapter: %s has no VeRA adapter to save", type(pl_module).__name__)
             return
         if trainer.fast_dev_run:  # type: ignore[attr-defined]

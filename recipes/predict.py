@@ -49,7 +49,7 @@ from datamodules.text import Example, SentenceSet
 from datamodules.tokens import encode, filling, pad, tokenizer_from
 from lightning_modules.decoding import generate
 from lightning_modules.matformer.costs import choose
-from lightning_modules.vera import load_adapter
+from lightning_modules.vera.adapter import adapted_model, load_adapter
 from lightning_modules.weights import read_checkpoint
 from recipes.results import write_atomically
 from recipes.scenes import Part, parts_of_detections, parts_of_pixels, save_pictures
@@ -135,7 +135,7 @@ class Predictor:
         if "tokenizer" in self.description:
             self.tokenizer = tokenizer_from(self.description["tokenizer"])
         if adapter is not None:
-            load_adapter(getattr(self.module, "tuned_model", self.module.model), adapter)
+            load_adapter(adapted_model(self.module), adapter)
         if granularity is not None and max_params is not None:
             raise ValueError("granularity and max_params both choose a submodel: give one of them")
         if granularity is not None or max_params is not None:

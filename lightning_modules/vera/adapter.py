@@ -270,6 +270,15 @@ def check_adapter(
         )
 
 
+def adapted_model(module: Any) -> Any:
+    """The part of a LightningModule that `add_vera` has changed; of a plain one, what it would.
+
+    That is its `tuned_model`, or its `model` where it has no such property; None without either.
+    """
+    plain = getattr(module, "tuned_model", getattr(module, "model", None))
+    return next((part for part in module.modules() if hasattr(part, "vera")), plain)
+
+
 def layer_shapes(model: nn.Module) -> dict[str, list[int]]:
     """[output features, input features] of every adapted layer, by "name" or "name:label"."""
     modules = dict(model.named_modules())

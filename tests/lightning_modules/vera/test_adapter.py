@@ -16,6 +16,7 @@ from transformers import (
 
 from lightning_modules.backbones import build_text
 from lightning_modules.vera import add_vera, load_adapter, merge, save_adapter
+from lightning_modules.vera.adapter import adapted_model
 from lightning_modules.vera.projections import Projections
 from lightning_modules.vera.vera import projections_of, vectors_of
 
@@ -50,6 +51,22 @@ def trained(**arguments):
 
 
 X = torch.linspace(-1, 1, 48).view(4, 12)
+
+
+def test_the_adapted_part_of_a_module_is_found_whatever_its_name():
+    """By the callback that saves an adapter, and by predict, which puts another in its place."""
+
+    class Part(nn.Module):
+        @property
+        def tuned_model(self):
+            return self.model[0]
+
+    own, whole, part = nn.Module(), nn.Module(), Part()
+    assert adapted_model(own) is None
+    own.net, own.model = nn.Sequential(trained()), toy()
+    whole.model, part.model = toy(), nn.Sequential(toy())
+    assert adapted_model(own) is own.net[0]
+    assert adapted_model(whole) is whole.model and adapted_model(part) is part.model[0]
 
 
 @pytest.mark.parametrize(
