@@ -208,8 +208,9 @@ def groups(
 ) -> None:
     """Plot a metric by groups, in each of which the series stand side by side.
 
-    Every value is a pale dot, with a cross on it if the table says that the classifier predicted
-    one class only; a bar is the dots' mean, with one standard deviation on each side.
+    Every value is a pale dot, beside the others of its series, with a cross on it if the table says
+    that the classifier predicted one class only; a bar is the dots' mean, with one standard
+    deviation on each side.
 
     Args:
         names: titles of the groups; `x` in the table is a group's place among them.
@@ -229,12 +230,15 @@ def groups(
             drawn = list(_series(part, table, metric, titles))
             for number, (name, title, color) in enumerate(drawn):
                 lines = select(part, {"row": name, "metric": metric})
-                shift = 0.8 * ((number + 0.5) / len(drawn) - 0.5)
-                axis.plot(lines["x"] + shift, lines["value"] * scale, "o", color=color, alpha=0.3)
-                collapsed = lines[_collapsed(lines, part)]
-                if len(collapsed):
-                    x, y = collapsed["x"] + shift, collapsed["value"] * scale
-                    axis.plot(x, y, "x", color="black", label="collapsed to one class")
+                shift, width = 0.8 * ((number + 0.5) / len(drawn) - 0.5), 0.6 / len(drawn)
+                # side by side in their order: those that collapse to one class have one score
+                group = lines.groupby("x")["x"]
+                beside = (group.cumcount() + 0.5) / group.transform("size") - 0.5
+                x, y = lines["x"] + shift + width * beside, lines["value"] * scale
+                axis.plot(x, y, "o", color=color, alpha=0.3)
+                if (collapsed := _collapsed(lines, part)).any():
+                    cross = {"color": "black", "label": "collapsed to one class"}
+                    axis.plot(x[collapsed], y[collapsed], "x", **cross)
                 values = {x: one["value"] * scale for x, one in lines.groupby("x")}
                 means, error, _ = zip(*map(_spread, values.values()), strict=True)
                 places = [x + shift for x in values]

@@ -312,7 +312,9 @@ class TestPlots:
         assert [label.get_text() for label in one.get_xticklabels()] == ["small", "large"]
         dots = [line for line in one.lines if line.get_alpha()]
         assert sorted(dots[0].get_ydata()) == [10, 30, 50] and list(dots[1].get_ydata()) == [20]
-        assert set(dots[0].get_xdata()) == {-0.2, 0.8} and set(dots[1].get_xdata()) == {1.2}
+        # the two of a group beside each other
+        assert sorted(dots[0].get_xdata()) == pytest.approx([-0.275, -0.125, 0.8])
+        assert list(dots[1].get_xdata()) == [1.2]
         bar, none = one.collections[0].get_segments()  # of a: group by group
         assert bar[:, 1].tolist() == pytest.approx([20 - 200**0.5, 20 + 200**0.5])
         assert none[:, 1].tolist() == [50, 50]  # one value has no deviation
@@ -371,6 +373,25 @@ class TestPlots:
         assert not [line for line in two.lines if line.get_marker() == "x"]
         assert (one.get_xlabel(), two.get_xlabel()) == ("", "gate shut")
         assert notes == ["1 seed; a dot: one draw; bars: mean of the dots ± one standard deviation"]
+
+    def test_runs_of_one_score_lie_side_by_side_in_groups(self, tmp_path, monkeypatch):
+        """Four trainings that had collapsed to one class were one cross."""
+        drawn = []
+        monkeypatch.setattr("recipes.plots.save_plot", lambda figure, *_: drawn.append(figure))
+        rows = [
+            *(Row(row, "score", 5.0, x=1) for row in "ab"),
+            *(Row(row, COLLAPSED, 1, x=1) for row in "ab"),
+        ]
+        table = pd.concat(tidy(rows, "e", "p", seed) for seed in range(4))
+        groups(table, tmp_path / "a.png", "score", ["small", "large"])
+        lines = drawn[0].axes[0].lines
+        crosses, dots = (
+            [line.get_xdata().tolist() for line in lines if line.get_marker() == mark]
+            for mark in "xo"
+        )
+        for own, its_dots, bar in zip(crosses, dots, (0.8, 1.2), strict=True):
+            assert own == its_dots and len(set(own)) == 4
+            assert sum(own) / 4 == pytest.approx(bar) and max(own) - min(own) < 0.4
 
     def test_baselines_are_grey_and_the_rest_has_strong_colours(self, tmp_path, monkeypatch):
         """Titles of rows that no run had used to take the strong colours."""
