@@ -371,11 +371,16 @@ def sweep(table: pd.DataFrame, run: Run) -> list[str]:
         ]
         if points["x"].nunique() > 1:
             file = f"{file_name(name)}.png"
+            references = ["dense", "chance"]  # the same in the tables of all ratios
+            model = name.removesuffix("sweep")
+            tables = [one for one in unique(table, "set") if one.startswith(f"{model}κ")]
+            scored = select(table, {"set": tables[:1], "row": references, "metric": "accuracy"})
             curves(
-                points,
+                pd.concat([points, scored]),
                 run.out / file,
                 "accuracy",
-                titles={row: ROWS[row] for row in ("direct", "both")},
+                titles={row: ROWS[row] for row in ("direct", "both", *references)},
+                baselines=references,
                 scale=100,
                 xlabel="ratio κ: layers keep 1/κ of their parameters",
                 ylabel="accuracy, %",

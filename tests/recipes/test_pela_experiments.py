@@ -167,13 +167,23 @@ def test_report(folder):
         assert f"({picture}.png)" in text and (folder / f"{picture}.png").is_file()
 
 
-def test_the_sweep_is_drawn_from_two_ratios_on_and_left_out_without_repair(folder, table, tmp_path):
+def test_the_sweep_is_drawn_from_two_ratios_on_and_left_out_without_repair(
+    folder, table, tmp_path, monkeypatch
+):
     run = replace(command_line(vision.EXPERIMENT, COMMAND), out=tmp_path)
     one = vision.sweep(table, run)
     assert "| 4 |" in one[2] and not list(tmp_path.iterdir())
     points = results.select(table, {"set": "deit_b sweep"})
-    two = vision.sweep(pd.concat([points, points.assign(x=6.0)]), run)
+    drawn = []
+    monkeypatch.setattr(vision, "curves", lambda part, *_, **given: drawn.append((part, given)))
+    two = vision.sweep(pd.concat([table, points.assign(x=6.0)]), run)
     assert two[-1] == "![accuracy against ratio](deit_b_sweep.png)"
+    [(part, given)] = drawn
+    assert given["baselines"] == ["dense", "chance"]
+    for row in given["baselines"]:  # once a seed, not once for each ratio's table
+        assert len(results.select(part, {"row": row, "metric": "accuracy"})) == 1
+    monkeypatch.undo()
+    vision.sweep(pd.concat([points, points.assign(x=6.0)]), run)  # of a run with --only "*sweep*"
     assert (tmp_path / "deit_b_sweep.png").is_file()
     assert not vision.sweep(points[points["row"] == "direct"], run)
 
