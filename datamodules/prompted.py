@@ -83,12 +83,17 @@ class PromptedData(TokenizedData):
     template: str | None = None  # of the prompt for a user's input, which replaces {input}
     decoding: ClassVar[dict[str, Any]] = {}  # arguments of lightning_modules.decoding.generate
 
+    def filled(self, text: str) -> str:
+        """What `encode_prompts` takes for a user's input."""
+        assert self.template is not None
+        return self.template.replace("{input}", text)
+
     def describe(self) -> dict[str, Any]:
         """The template, the special tokens before and after a prompt, how texts are decoded."""
         if self.template is None:
             return {}
-        prompt = self.template.replace("{input}", "a")
-        [plain], [ids] = encode([prompt], self.tokenizer), self.encode_prompts([prompt])
+        prompt, text = self.filled("a"), self.template.replace("{input}", "a")
+        [plain], [ids] = encode([text], self.tokenizer), self.encode_prompts([prompt])
         start = next(i for i in range(len(ids)) if ids[i : i + len(plain)] == plain)
         return {
             "kind": "prompts",

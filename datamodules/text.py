@@ -20,7 +20,7 @@ from datamodules.loading import IGNORED, draw, hold_out, require_limits
 from datamodules.tables import TXT, read_class, read_score, read_table
 from datamodules.tokens import (
     WithTokenizer,
-    encode,
+    encode_behind,
     filling,
     framed,
     load_tokenizer,
@@ -229,10 +229,7 @@ class SentenceData(TokenizedData):
                 f"label_words is {words}, expected {self.num_classes} different words, one for "
                 "each class: correct --data.label_words."
             )
-        # in their place: alone, Llama's tokenizer would put one more space before them
-        places = [" Output:", *(f" Output: {word}" for word in words)]
-        before, *texts = encode(places, self.tokenizer)
-        tokens = [ids[len(before) :] for ids in texts]
+        tokens = encode_behind(" Output:", [f" {word}" for word in words], self.tokenizer)
         for word, ids in zip(words, tokens, strict=True):
             if len(ids) != 1:
                 pieces = " ".join(self.tokenizer.convert_ids_to_tokens(ids))

@@ -31,7 +31,7 @@ from torch.utils.data import Dataset
 from datamodules.loading import data_folder, hold_out, require_choice, require_share
 from datamodules.prompted import PromptedData, TeacherForcedSet
 from datamodules.tables import hub_rows, json_lines, open_lines, read_json, read_table
-from datamodules.tokens import Role, encode, filling, framed, special_tokens
+from datamodules.tokens import Role, encode_behind, filling, framed, special_tokens
 
 Source = Literal["folder", "hub", "generated"]
 Form = Literal["squad", "nq_open", "samsum", "multi_news", "columns"]
@@ -139,7 +139,11 @@ class TextToTextData(PromptedData):
         published = path.with_name(PUBLISHED.get(self.form, {}).get(name, name))
         return list(READERS[self.form](path if path.is_file() else published))
 
-    template = " {input}"  # between `Input:` and ` Output:`, which encode_prompts adds
+    template = "Input: {input}"  # before ` Output:`, which encode_prompts adds
+
+    def filled(self, text: str) -> str:
+        """The input itself, to which `encode_prompts` adds `Input:`."""
+        return text
 
     @property
     def prompt_length(self) -> int:
@@ -167,7 +171,8 @@ class TextToTextData(PromptedData):
                 f"target_length is {self.target_length}, expected {len(begins) + len(ends) + 1} or "
                 "more: one token of the target, and the tokenizer's special ones."
             )
-        long = encode([f" {text.strip()}" for text in texts], self.tokenizer, role)
+        spaced = [f" {text.strip()}" for text in texts]
+        long = encode_behind("Output:", spaced, self.tokenizer, role)
         return [[*begins, *ids[:room], *ends] for ids in long]
 
     def _around(self, role: Role) -> tuple[list[int], list[int]]:

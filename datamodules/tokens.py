@@ -180,6 +180,17 @@ def encode(texts: Sequence[str], tokenizer: Any, role: Role = "text") -> list[li
     return tokenizer(**given, add_special_tokens=False, return_attention_mask=False)["input_ids"]
 
 
+def encode_behind(
+    before: str, texts: Sequence[str], tokenizer: Any, role: Role = "text"
+) -> list[list[int]]:
+    """The tokens of texts that stand behind another one, without that one's.
+
+    Encoded alone, each text would get one more space before it from Llama's tokenizer.
+    """
+    first, *ids = encode([before, *(f"{before}{text}" for text in texts)], tokenizer, role)
+    return [one[len(first) :] for one in ids]
+
+
 def framed(
     texts: Sequence[str],
     tokenizer: Any,
@@ -202,16 +213,17 @@ def framed(
     Raises:
         ValueError: if nothing is left for the input.
     """
-    before, after = encode(["Input:", " Output:"], tokenizer)
+    [before] = encode(["Input:"], tokenizer)
+    spaced = [f" {text.strip()}" for text in texts]
+    after, *inputs = encode_behind("Input:", [" Output:", *spaced], tokenizer)
     room = length - len(begin) - len(before) - len(after) - len(end)
     if room < 1:
         raise ValueError(
             f"max_length leaves {length} tokens to the prompt and none of them to the input "
             "itself: set --data.max_length higher."
         )
-    inputs = encode([f" {text.strip()}" for text in texts], tokenizer)
     if seconds:
-        others = encode([f" {text.strip()}" for text in seconds], tokenizer)
+        others = encode_behind("Input:", [f" {text.strip()}" for text in seconds], tokenizer)
         inputs = [joined(*pair, room) for pair in zip(inputs, others, strict=True)]
     return [[*begin, *before, *ids[:room], *after, *end] for ids in inputs]
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tokenizers import processors
+from tokenizers import normalizers, processors
 from transformers import BartConfig, BartForConditionalGeneration
 
 from datamodules.loading import IGNORED
@@ -176,9 +176,19 @@ def test_the_question_about_a_long_context_stays(tmp_path):
     assert data.tokenizer.decode(first).startswith("<s>Input: What is blue? The sky is blue.")
 
 
+def test_prompts_and_targets_have_the_tokens_of_one_text(tmp_path):
+    data = made(tmp_path, "nq_open")
+    data.tokenizer.backend_tokenizer.normalizer = normalizers.Prepend(" ")  # as Llama's does
+    [text, *_] = encode(["Input: who wrote it Output: A. B."], data.tokenizer)
+    assert data.samples("train")[0]["input_ids"] == [1, *text, 2]
+
+
+@pytest.mark.parametrize("space_first", [False, True])
 @pytest.mark.parametrize("encoder_decoder", [False, True])
-def test_the_description_gives_the_prompts_of_training(encoder_decoder, tmp_path):
+def test_the_description_gives_the_prompts_of_training(encoder_decoder, space_first, tmp_path):
     data = made(tmp_path, "nq_open", encoder_decoder=encoder_decoder)
+    if space_first:
+        data.tokenizer.backend_tokenizer.normalizer = normalizers.Prepend(" ")
     description, texts = data.describe(), ["who wrote it", "word " * 100]
     before, behind = description["before"], description["behind"]
     room = description["max_length"] - len(before) - len(behind)
