@@ -24,6 +24,8 @@ class MethodArgs(TypedDict, total=False):
         operations: kinds of APET's parameters: "add", "concat", "plug".
         norms: false to freeze the layer norms, which these adapters also train (Houlsby et al.).
         pooler: false to freeze the bias of a pooler, which BitFit trains with the others.
+        layers: ends of the names of the layers and norms that BitFit gives a bias in a model without
+            any (T5).
     """
 
     d_init: float
@@ -39,6 +41,7 @@ class MethodArgs(TypedDict, total=False):
     operations: list[str]
     norms: bool
     pooler: bool
+    layers: list[str]
 
 
 ARGUMENTS = {
@@ -49,7 +52,7 @@ ARGUMENTS = {
     "vblora": ("vectors", "vector_length"),
     "adapter_h": ("norms",),
     "adapter_d": ("norms",),
-    "bitfit": ("pooler",),
+    "bitfit": ("pooler", "layers"),
     "prompt": ("seed",),
     "apet": ("budget", "seed", "operations"),
 }

@@ -19,6 +19,7 @@ from transformers import (
 
 from datamodules.text_to_text import read_nq_open, write_nq_open
 from datamodules.tokens import train_tokenizer
+from lightning_modules.vera.method_args import ARGUMENTS
 from recipes.apet.cells import (
     GRID,
     PET,
@@ -710,6 +711,15 @@ def test_the_paper_s_settings():
     }
     assert rates["BERT-large"] == {3e-4} and rates["BLOOM-560M"] == {3e-4, 5e-5}
     assert rates["T5-small"] == {1e-4, 1e-3, 1e-2}
+
+
+def test_t5_s_bitfit_runs_at_paper():
+    """It is told which layers get a bias."""
+    chosen = ("--models", "T5-small", "--tasks", "RTE", "--rows", "bitfit")
+    stage = declared("scales", "--preset", "paper", *chosen)["RTE T5-small bitfit lr 0.001"]
+    arguments = stage.parsed().model.init_args.method_args
+    assert "SelfAttention.q" in arguments["layers"]
+    assert set(arguments) <= set(ARGUMENTS["bitfit"])
 
 
 def test_every_method_has_as_many_trials_at_small_and_prompt_has_rates_of_its_own():
