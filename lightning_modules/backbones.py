@@ -202,7 +202,8 @@ def classifiers(model: Any) -> tuple[nn.Module, ...]:
 
 def positions_of(model: Any) -> int | None:
     """How many tokens a transformers model has positions for; None without a limit."""
-    rows = getattr(model.config, "max_position_embeddings", None)
+    names = ("max_position_embeddings", "max_target_positions")  # the second is Whisper's
+    rows = next((one for n in names if (one := getattr(model.config, n, None)) is not None), None)
     return None if rows is None else rows - first_position(model)
 
 

@@ -1,6 +1,5 @@
 """Draft and verifier of speculative decoding: models with key/value caches, and their tokens."""
 
-import math
 from typing import Any
 
 import torch
@@ -30,13 +29,13 @@ class Slots:
         tokens: (B, T), token ids.
         positions: (B, T), each token's position in its own text, from 0.
         valid: (B, T), False for padding and rejected tokens.
-        last_position: the model's largest position; larger ones are clamped to it.
+        limit: number of the model's positions, within which all are kept; None without a limit.
     """
 
     def __init__(self, prompts: Tensor, mask: Tensor, limit: int | None) -> None:
         self.tokens, self.valid = prompts, mask.bool()
         self.positions = (mask.long().cumsum(1) - 1).clamp(min=0)
-        self.last_position = math.inf if limit is None else limit - 1
+        self.limit = limit
 
     def __len__(self) -> int:
         return self.tokens.shape[1]
@@ -44,8 +43,9 @@ class Slots:
     def add(self, tokens: Tensor, positions: Tensor) -> None:
         """Append one slot: tokens (B,) and their positions (B,)."""
         self.tokens = torch.cat([self.tokens, tokens[:, None]], 1)
-        # only rows that are finished go beyond the limit, and their tokens are discarded
-        positions = positions.clamp(max=self.last_position)
+        if self.limit is not None:
+            # only rows that are finished go beyond it, and their tokens are discarded
+            positions = positions.clamp(max=self.limit - 1)
         self.positions = torch.cat([self.positions, positions[:, None]], 1)
         self.valid = torch.cat([self.valid, torch.ones_like(tokens[:, None], dtype=torch.bool)], 1)
 

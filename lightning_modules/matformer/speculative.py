@@ -410,10 +410,10 @@ def _check_rows(model: Any, mask: Tensor, cut: bool) -> None:
     """Refuse rows of which the model would count padding or rejected tokens as positions.
 
     Rejected tokens stay in the cache where rows differ in what they accept; BLOOM counts by the
-    attention mask.
+    attention mask, which GIT widens by the patches of a picture, as if it had read one.
     """
     kind, rows = model.config.model_type, len(mask)
-    counts = "position_ids" not in _inputs(model) and kind != "bloom"
+    counts = ("position_ids" not in _inputs(model) and kind != "bloom") or kind == "git"
     relative = kind in ("mpt", "roformer")  # padding before a text changes no distance within it
     local = "local" in getattr(model.config, "attention_layers", [])
     if (cut and rows > 1 and (counts or local)) or (counts and not relative and not mask.all()):

@@ -367,11 +367,23 @@ BART = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["bart", "trocr"])
+GIT = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+    "max_position_embeddings": 64, "initializer_range": 0.3,
+    "vision_config": {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 16, "patch_size": 8,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["bart", "trocr", "whisper", "git"])
 def test_positions_by_slot_are_right_in_a_single_row_only(kind):
-    """These models take no positions: padding and rejected tokens would count."""
-    size = {"hidden_size": 32} if kind == "trocr" else {}
-    model, ids = decoder(kind, **{**BART, **size}), prompts(2)
+    """These models take no positions, or no mask: padding and rejected tokens would count."""
+    size = {**BART, "hidden_size": 32} if kind == "trocr" else dict(BART)
+    if kind == "whisper":  # which has a name of its own for them
+        size["max_target_positions"] = size.pop("max_position_embeddings")
+    model, ids = decoder(kind, **(GIT if kind == "git" else size)), prompts(2)
     alone = speculative_generate(model, ids[:1], like(model, 0.05), 12, 3)
     assert alone.tolist() == [greedy(model, ids[0].tolist(), 12)]
     plain = speculative_generate(model, ids, None, 12, 0)
@@ -381,6 +393,8 @@ def test_positions_by_slot_are_right_in_a_single_row_only(kind):
     mask = torch.tensor([[0, 1, 1, 1, 1]])
     with pytest.raises(ValueError, match="decode its prompts one at a time, without padding"):
         speculative_generate(model, ids[:1], None, 12, 0, attention_mask=mask)
+    with pytest.raises(ValueError, match="more than the 64 positions of the model"):
+        speculative_generate(model, ids[:1], None, 60, 0)
 
 
 @pytest.mark.parametrize("place", ["model", "draft"])
