@@ -7,7 +7,8 @@ With n beams the best continuation y maximises
 where p is renormalised after every banned token, and the token that ends y counts in |y|.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,10 @@ from transformers.generation import NoRepeatNGramLogitsProcessor
 
 from lightning_modules.backbones import first_position, positions_of, soft_tokens
 from lightning_modules.modes import evaluating
+
+# what counts of a published model's generation_config: how its texts begin, and what they never hold
+BEGINNINGS = ("bos_token_id", "decoder_start_token_id", "forced_bos_token_id")
+BANS = ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens")
 
 
 def end_tokens(eos_token_id: int | Sequence[int] | None) -> list[int]:
@@ -56,7 +61,8 @@ def generate(
 ) -> list[str]:
     """The best continuation of each prompt, without the prompt and surrounding white space.
 
-    Where the tokenizer encodes `stop` as one token, as GPT-2's does a blank line, that token ends
+    Of the model's generation_config count only the tokens with which texts begin and those that it
+    bans. Where the tokenizer encodes `stop` as one token, as GPT-2's does a blank line, that token ends
     a continuation; otherwise the finished text is cut at `stop`. Unlike LoRA's own loop,
     transformers gives a finished beam's place to the next best one at once, not a step later.
 
@@ -96,14 +102,8 @@ def generate(
         renormalize_logits=True,
         eos_token_id=ends,
         pad_token_id=tokenizer.pad_token_id,
-        # a published model's generation_config may have other defaults
-        do_sample=False,
-        repetition_penalty=1.0,
-        no_repeat_ngram_size=0,
-        min_length=0,
-        min_new_tokens=0,
     )
-    with evaluating(model), torch.no_grad():
+    with evaluating(model), _without_defaults(model), torch.no_grad():
         generated = model.generate(
             ids,
             attention_mask=mask,
@@ -117,6 +117,22 @@ def generate(
         clean_up_tokenization_spaces=False,  # True would move full stops
     )
     return [(text.split(stop)[0] if stop else text).strip() for text in texts]
+
+
+@contextmanager
+def _without_defaults(model: Any) -> Iterator[None]:
+    """Within it, of the model's generation_config only BEGINNINGS and BANS count.
+
+    transformers takes from there every setting that a call leaves out: a least length, penalties,
+    biases, a last token.
+    """
+    published = model.generation_config
+    kept = {name: getattr(published, name, None) for name in BEGINNINGS + BANS}
+    model.generation_config = GenerationConfig(**kept)
+    try:
+        yield
+    finally:
+        model.generation_config = published
 
 
 def _padded_right(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

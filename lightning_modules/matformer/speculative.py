@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import StopStringCriteria
 
 from lightning_modules.backbones import positions_of, soft_tokens
-from lightning_modules.decoding import end_tokens
+from lightning_modules.decoding import BANS, end_tokens
 from lightning_modules.matformer.drafts import Reader, Slots, drafter
 from lightning_modules.matformer.nest import Granularity
 from lightning_modules.matformer.views import at_set_granularity
@@ -95,6 +95,8 @@ def speculative_generate(
 ) -> Tensor:
     """Continue prompts as the model alone would, but with fewer passes of the model.
 
+    The model's logits alone decide: of its generation_config only the end tokens count.
+
     Args:
         model: the verifier, a decoder of transformers, at the granularity that is set. Dropout is
             off while it decodes.
@@ -131,10 +133,12 @@ def speculative_generate(
         ValueError: if the draft is larger than the verifier or has another vocabulary, a prompt is
             too long for the model, padded on the right or empty, the model has layers without
             full attention, no key/value cache or soft tokens (APET's prompt), it counts positions
-            itself and rows differ, or an argument is out of range.
+            itself and rows differ, its generation_config bans tokens, or an argument is out of
+            range.
     """
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     ends = _end_tokens(model, eos_token_id)
+    _check_bans(model)
     _check(model, input_ids, mask, max_new_tokens, draft_tokens, temperature)
     models = [model, *([draft] if isinstance(draft, nn.Module) else [])]
     for one, name in zip(models, ("model", "draft"), strict=False):
@@ -344,6 +348,17 @@ def _end_tokens(model: Any, given: int | Sequence[int] | None) -> list[int]:
     if given is None:
         given = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return end_tokens(given)
+
+
+def _check_bans(model: Any) -> None:
+    """Refuse tokens that the model's generation_config bans, which its logits do not know."""
+    published = getattr(model, "generation_config", None)
+    if banning := [name for name in BANS if getattr(published, name, None)]:
+        raise ValueError(
+            f"the generation_config of this {type(model).__name__} bans tokens "
+            f"({', '.join(banning)}): set {' and '.join(banning)} to None there, or write with "
+            "lightning_modules.decoding.generate"
+        )
 
 
 def _check_positions(model: Any, ids: Tensor, new: int, name: str) -> None:

@@ -21,6 +21,7 @@ from datamodules.tokens import train_tokenizer
 from lightning_modules.apet import Apet, attach
 from lightning_modules.apet import prompt as soft_tokens
 from lightning_modules.decoding import NoRepeatAfterPrompt, generate
+from lightning_modules.matformer import speculative_generate
 from lightning_modules.vera import add_vera, merge
 
 
@@ -154,6 +155,34 @@ def test_neither_dropout_nor_what_a_published_model_brings_has_a_say(data: E2EDa
     defaults = {"do_sample": True, "temperature": 9.0, "repetition_penalty": 9.0}
     model.generation_config.update(**defaults, no_repeat_ngram_size=1, eos_token_id=5)
     assert texts() == first
+
+
+@pytest.mark.parametrize("defaults", [{"sequence_bias": [[[3], 1e6]]}, {"guidance_scale": 9.0}])
+def test_no_other_default_of_a_published_model_has_a_say(defaults) -> None:
+    tokenizer, model = words("end", "one", "two", "three"), gpt2(4)
+    first = generate(model, prompt(1, 2), tokenizer, max_new_tokens=8)
+    model.generation_config.update(**defaults)
+    published = model.generation_config
+    assert generate(model, prompt(1, 2), tokenizer, max_new_tokens=8) == first
+    assert model.generation_config is published
+
+
+@pytest.mark.parametrize(
+    "bans", [{"suppress_tokens": [2]}, {"bad_words_ids": [[2]]}, {"begin_suppress_tokens": [2]}]
+)
+def test_a_published_model_s_banned_tokens_are_not_written(bans) -> None:
+    """Marian's padding, for example, on which its logits are high."""
+    tokenizer, model = words("end", "one", "two", "three"), gpt2(4)
+    with torch.no_grad():
+        model.lm_head.bias = torch.nn.Parameter(torch.tensor([0.0, 0, 1e6, 1e5]).double())
+    assert generate(model, prompt(1, 2), tokenizer, max_new_tokens=3) == ["two two two"]
+    model.generation_config.update(**bans)
+    later = "two" if "begin_suppress_tokens" in bans else "three"
+    expected = [f"three {later} {later}"]
+    assert generate(model, prompt(1, 2), tokenizer, max_new_tokens=3) == expected
+    [name] = bans
+    with pytest.raises(ValueError, match=rf"bans tokens \({name}\): set {name} to None"):
+        speculative_generate(model, torch.tensor([[1, 2]]), None, 3, 0)
 
 
 @pytest.mark.parametrize("name", ["min_length", "min_new_tokens"])
