@@ -246,6 +246,13 @@ class SentenceData(TokenizedData):
         return found
 
     @property
+    def around_labels(self) -> dict[str, list[int]]:
+        """The tokenizer's special tokens before a target (`begins`) and behind a prompt (`ends`)."""
+        begins, _ = special_tokens(self.tokenizer, "text_target")
+        _, ends = special_tokens(self.tokenizer)
+        return {"begins": begins, "ends": ends}
+
+    @property
     def num_classes(self) -> int:
         """Number of classes; 1 for regression."""
         raise NotImplementedError

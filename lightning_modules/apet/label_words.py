@@ -2,10 +2,12 @@
 
 In APET (arXiv 2306.02320), App. D, BLOOM and T5 generate one token after `Input: {x} Output: `.
 Here only the label words are compared, not the full vocabulary, so that random guessing scores
-1 / number of classes, the paper's reference line. Some tokenizers append an end token to a prompt:
-T5's encoder reads it, as in its pre-training; in a decoder the label word takes its place.
+1 / number of classes, the paper's reference line. Some tokenizers append end tokens to a prompt:
+T5's encoder reads them, as in its pre-training; in a decoder the label word takes their place. Some
+put tokens before a target text too, such as BART's `<s>`: the decoder reads them before the word.
 """
 
+from collections.abc import Sequence
 from inspect import signature
 from typing import Any
 
@@ -21,17 +23,45 @@ class LabelWords(nn.Module):
     Args:
         model: the language model, with logits over the vocabulary.
         tokens: token id of each class's label word.
+        begins, ends: see `surround`.
+
+    Raises:
+        ValueError: if an encoder–decoder's configuration has no token to start the decoder with.
     """
 
+    tokens: Tensor
+    begins: Tensor
     ends: Tensor
 
-    def __init__(self, model: nn.Module, tokens: list[int]):
+    def __init__(
+        self,
+        model: nn.Module,
+        tokens: Sequence[int],
+        begins: Sequence[int] = (),
+        ends: Sequence[int] = (),
+    ):
         super().__init__()
         self.model = model
+        if self.config.is_encoder_decoder and self.config.decoder_start_token_id is None:
+            raise ValueError(
+                f"the configuration of this {type(model).__name__} has no decoder_start_token_id, "
+                "the token that its decoder reads first: set it in model.model_args"
+            )
         self.chooses_positions = "logits_to_keep" in signature(model.forward).parameters
         self.register_buffer("tokens", torch.tensor(tokens), persistent=False)
-        ends = end_tokens(getattr(model.config, "eos_token_id", None))
-        self.register_buffer("ends", torch.tensor(ends, dtype=torch.long), persistent=False)
+        self.surround(begins, ends)
+
+    def surround(self, begins: Sequence[int], ends: Sequence[int]) -> None:
+        """Set the special tokens of the tokenizer.
+
+        Args:
+            begins: those before a target text, which an encoder–decoder's decoder reads.
+            ends: those behind a prompt; the configuration's end tokens are added to them.
+        """
+        ends = {*ends, *end_tokens(getattr(self.config, "eos_token_id", None))}
+        for name, ids in {"begins": begins, "ends": sorted(ends)}.items():
+            values = torch.tensor(ids, dtype=torch.long, device=self.tokens.device)
+            self.register_buffer(name, values, persistent=False)
 
     @property
     def config(self) -> Any:
@@ -43,11 +73,11 @@ class LabelWords(nn.Module):
         rows = torch.arange(len(input_ids), device=input_ids.device)
         more: dict[str, Any] = {"use_cache": False}
         if self.config.is_encoder_decoder:
-            start = self.config.decoder_start_token_id
-            more["decoder_input_ids"] = input_ids.new_full((len(input_ids), 1), start)
-            last = torch.zeros_like(rows)
+            start = input_ids.new_full((1,), self.config.decoder_start_token_id)
+            more["decoder_input_ids"] = torch.cat([start, self.begins]).expand(len(rows), -1)
+            last = torch.full_like(rows, len(self.begins))
         else:
-            # an end token that the tokenizer has appended stands where the label word belongs
+            # end tokens that the tokenizer has appended stand where the label word belongs
             read = attention_mask.bool() & ~torch.isin(input_ids, self.ends)
             last = (read * torch.arange(input_ids.shape[1], device=input_ids.device)).argmax(1)
             if self.chooses_positions:

@@ -41,8 +41,8 @@ class LabelWordTuning(TextTuning):
             ValueError: if neither `label_tokens` nor the DataModule gives label words.
         """
         h: Any = self.hparams
+        data: Any = getattr(self._trainer, "datamodule", None)
         if h.label_tokens is None:
-            data: Any = getattr(self._trainer, "datamodule", None)
             if getattr(data, "label_words", None) is None:
                 raise ValueError(
                     "LabelWordTuning needs a word for each class, and the data has none: set "
@@ -52,7 +52,27 @@ class LabelWordTuning(TextTuning):
         task = task_of(h.architecture)
         model = build_text(h.architecture, task, h.model_args or {}, self.pretrained)
         match_tokenizer(model, self._trainer)
-        return LabelWords(model, h.label_tokens)
+        return LabelWords(model, h.label_tokens, **getattr(data, "around_labels", {}))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save the tokenizer's special tokens around label words, which the DataModule gave."""
+        super().on_save_checkpoint(checkpoint)
+        words: Any = self.model
+        checkpoint["around_labels"] = {
+            "begins": words.begins.tolist(),
+            "ends": words.ends.tolist(),
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore them: a loaded model may have no DataModule to give them.
+
+        Raises:
+            ValueError: see `FineTuning`.
+        """
+        super().on_load_checkpoint(checkpoint)
+        words: Any = self.model
+        if "around_labels" in checkpoint:  # not in those of earlier versions
+            words.surround(**checkpoint["around_labels"])
 
     @property
     def tuned_model(self) -> nn.Module:

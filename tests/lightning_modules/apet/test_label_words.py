@@ -80,6 +80,66 @@ def test_a_decoder_answers_in_place_of_an_appended_end_token(kind, ends):
         torch.testing.assert_close(logits[row], expected, atol=1e-5, rtol=1e-5)
 
 
+def test_several_end_tokens_that_the_model_does_not_know_are_recognised():
+    """A chat tokenizer's, where the configuration has another one."""
+    model = random_model("llama", eos_token_id=1)
+    ids = torch.tensor([[5, 7, 6, 8, 9, 7], [10, 11, 9, 7, 0, 0]])
+    mask = (ids > 0).long()
+    logits = LabelWords(model, [3, 4], ends=[9, 7])(ids, mask)
+    for row, length in enumerate((4, 2)):
+        expected = model(input_ids=ids[row : row + 1, :length]).logits[0, -1, [3, 4]]
+        torch.testing.assert_close(logits[row], expected, atol=1e-5, rtol=1e-5)
+
+
+BART = {
+    "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "dropout": 0.0,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
+}  # fmt: skip
+
+
+def test_bart_reads_what_its_targets_begin_with():
+    """It was pre-trained to write `<s>` first: the word comes after that."""
+    torch.manual_seed(0)
+    config = transformers.BartConfig(vocab_size=40, **BART)
+    model = transformers.BartForConditionalGeneration(config).eval()
+    ids = torch.tensor([[1, 5, 6, 2], [1, 7, 2, 0]])
+    mask = (ids > 0).long()
+    logits = LabelWords(model, [3, 4], begins=[1])(ids, mask)
+    for row, length in enumerate((4, 3)):
+        start = torch.tensor([[2, 1]])
+        output = model(input_ids=ids[row : row + 1, :length], decoder_input_ids=start)
+        expected = output.logits[0, -1, [3, 4]]
+        torch.testing.assert_close(logits[row], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_an_encoder_decoder_that_starts_with_no_token_is_said():
+    config = transformers.BartConfig(vocab_size=40, **{**BART, "decoder_start_token_id": None})
+    with pytest.raises(ValueError, match="has no decoder_start_token_id"):
+        LabelWords(transformers.BartForConditionalGeneration(config), [3, 4])
+
+
+@pytest.mark.parametrize(("kind", "end"), [("llama", 5), ("bart", 2)])
+def test_the_tokenizer_s_special_tokens_come_from_the_data_and_from_checkpoints(kind, end, tmp_path):
+    data = GLUEData("SST-2", source="generated", label_words=["dull", "funny"], limit=8)
+    sizes = {**SIZES, "bart": BART}[kind]
+    model_args = {"vocab_size": 2000, **sizes, "eos_token_id": end}
+    module = LabelWordTuning(
+        num_classes=2, architecture=kind, model_args=model_args, method="head", heads=["lm_head"]
+    )
+    trainer = L.Trainer(
+        max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, accelerator="cpu", default_root_dir=tmp_path,
+        num_sanity_val_steps=0, limit_val_batches=0,
+    )  # fmt: skip
+    trainer.fit(module, data)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    loaded = LabelWordTuning.load_from_checkpoint(tmp_path / "last.ckpt")
+    for words in (module.model, loaded.model):
+        assert words.begins.tolist() == [1]  # the tokenizer's <s> and </s>
+        assert words.ends.tolist() == sorted({2, end})
+
+
 @pytest.mark.parametrize("kind", SIZES)
 @pytest.mark.parametrize("method", ["apet", "prompt", "bitfit", "lora", "adapter_h"])
 def test_every_way_to_tune_lowers_the_loss(kind, method, tmp_path):
