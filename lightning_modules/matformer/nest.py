@@ -162,7 +162,7 @@ def _update_configs(model: nn.Module, layers: Sequence[NestedLayer], memo: dict[
             if copied is None:
                 continue
             if layer.layer is None:
-                _update_depth(copied, len(layer.module), layer.kept[layer.granularity])  # type: ignore[arg-type]
+                update_depth(copied, len(layer.module), layer.kept[layer.granularity])  # type: ignore[arg-type]
                 continue
             values = layer.layer.config(layer.units) or {}
             if any(hasattr(config, key) for key in values):
@@ -174,7 +174,7 @@ def _update_configs(model: nn.Module, layers: Sequence[NestedLayer], memo: dict[
                 setattr(values_of_key[0][0], key, values_of_key[0][1])
 
 
-def _update_depth(config: Any, blocks: int, kept: Sequence[int]) -> None:
+def update_depth(config: Any, blocks: int, kept: Sequence[int]) -> None:
     """Write the kept blocks into a configuration that describes a model of `blocks` blocks."""
     if getattr(config, "num_hidden_layers", None) != blocks:
         return

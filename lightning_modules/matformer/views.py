@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_modules.matformer.nest import update_depth
 from lightning_modules.matformer.nesting import Skip, granularity, nesting_of
 
 # on a CPU, FewRowsLinear was measured to be faster than nn.Linear within these limits
@@ -45,9 +46,14 @@ def submodel(model: nn.Module, chosen: Sequence[int]) -> Any:
             for path, child in layer.slices().items():
                 tree.put(_join(layer.name, path), child.plain(None))
         for stack in (layer for layer in layers if layer.axis == "depth"):
-            for index in stack.kept[stack.granularity]:
+            kept = stack.kept[stack.granularity]
+            for index in kept:
                 tree.copy_of(f"{stack.name}.{index}")
-            tree.keep(stack.name, stack.kept[stack.granularity])
+            tree.keep(stack.name, kept)
+            decoder: Any = tree.copy_of(stack.name.rpartition(".")[0])
+            if hasattr(decoder, "config"):  # whose layer_types name a block by its place
+                decoder.config = copy.deepcopy(decoder.config)
+                update_depth(decoder.config, len(stack.module), kept)  # type: ignore[arg-type]
     del tree.root.nesting
     return tree.root
 

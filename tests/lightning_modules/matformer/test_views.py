@@ -75,6 +75,18 @@ def count(model):
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def test_a_submodel_of_fewer_blocks_keeps_their_kinds_of_attention():
+    kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    SIZES["qwen2"] = {**SIZES["llama"], "layer_types": kinds}
+    SIZES["qwen2"] |= {"use_sliding_window": True, "sliding_window": 3}
+    model = nest(build("qwen2"), AXES["depth"])
+    del SIZES["qwen2"]
+    small = submodel(model, [0])  # the first and the last block
+    assert small.config.layer_types == kinds
+    set_granularity(model, 0)
+    assert torch.allclose(logits(small), logits(model), atol=1e-12)
+
+
 def test_a_submodel_shares_the_weights():
     model = nest(build(), AXES["ffn"])
     small = submodel(model, [0] * 4)
