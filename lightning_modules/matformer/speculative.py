@@ -147,6 +147,7 @@ def speculative_generate(
     cut = draft_tokens != 0 or compiled
     _check_layers(model, input_ids, max_new_tokens, cut)
     _check_rows(model, mask, cut)
+    _check_rotation(model, mask, max_new_tokens)
     if stop_strings and tokenizer is None:
         raise ValueError("stop_strings need the tokenizer that wrote the prompts: give tokenizer")
     stop = StopStringCriteria(tokenizer, list(stop_strings)) if stop_strings else None
@@ -397,6 +398,20 @@ def _check_layers(model: Any, ids: Tensor, new: int, cut: bool) -> None:
         raise ValueError(
             f"{type(model).__name__} has {', '.join(sorted(kinds)) or 'a sliding window'}, whose "
             "cache cannot be cut back: speculative decoding needs full attention in all layers"
+        )
+
+
+def _check_rotation(model: Any, mask: Tensor, new: int) -> None:
+    """Refuse texts that cross the position behind which Phi-3's LongRoPE turns keys otherwise."""
+    rotation = getattr(model.config, "rope_parameters", None) or {}
+    if rotation.get("rope_type") != "longrope":
+        return
+    border, lengths = rotation["original_max_position_embeddings"], mask.sum(1)
+    if int(lengths.min()) <= border < int(lengths.max()) + new:
+        raise ValueError(
+            f"{type(model).__name__} has another rotary embedding for texts of more than {border} "
+            "tokens, with which the cached keys would have to be computed again: stay below that, "
+            "or write with lightning_modules.decoding.generate"
         )
 
 

@@ -406,6 +406,23 @@ def test_soft_tokens_are_refused(place):
         speculative_generate(input_ids=prompts(), **models)
 
 
+def test_a_rotary_embedding_that_changes_is_refused_where_it_does():
+    """Phi-3's, which has one for texts of up to 4,096 tokens, and another for longer ones."""
+    rotation = {
+        "rope_type": "longrope", "original_max_position_embeddings": 12, "rope_theta": 1e4,
+        "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0],
+    }  # fmt: skip
+    size = {**SIZES["llama"], "max_position_embeddings": 64, "initializer_range": 0.3}
+    model = decoder("phi3", **size, rope_parameters=rotation, original_max_position_embeddings=12)
+    draft = like(model, 0.1)
+    for length, new in ((4, 8), (13, 8)):
+        ids = prompts(2, length)
+        written = speculative_generate(model, ids, draft, new, 3, eos_token_id=[])
+        assert written.tolist() == [greedy(model, row, new) for row in ids.tolist()]
+    with pytest.raises(ValueError, match="another rotary embedding for texts of more than 12"):
+        speculative_generate(model, prompts(2, 5), draft, 8, 3)
+
+
 def test_a_sliding_window_is_refused():
     model = build("starcoder2", sliding_window=16)
     with pytest.raises(ValueError, match="cannot be cut back"):
