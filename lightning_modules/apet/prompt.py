@@ -43,7 +43,7 @@ def add_prompt(model: nn.Module, tokens: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(embed.num_embeddings, (tokens,), generator=generator)
     with torch.no_grad():
-        initial = embed.weight[rows.to(embed.weight.device)].float().clone()
+        initial = embed(rows.to(embed.weight.device)).float().clone()  # scaled, where it scales
     model.apet_prompt = nn.Parameter(initial)
     config: Any = model.config
     hook = _extend_mask_hook if config.is_encoder_decoder else _prepend_hook

@@ -33,7 +33,7 @@ def check_budget(costs: Costs, budget: float, rest: float = 0) -> None:
             "one for each granularity."
         )
     smallest = rest + sum(layer[0] for layer in costs)
-    if budget < smallest:
+    if not budget >= smallest:  # NaN too
         raise ValueError(
             f"the budget of {budget:,} is below the smallest submodel's cost of {smallest:,}: "
             "raise it to at least that"

@@ -611,6 +611,18 @@ def test_a_prompt_before_embedded_input(name):
         assert torch.equal(model(inputs_embeds=given, **more).logits, expected)
 
 
+def test_a_prompt_begins_as_the_model_embeds_tokens():
+    """Gemma 3 scales its embeddings."""
+    config = transformers.Gemma3TextConfig(
+        vocab_size=60, hidden_size=16, intermediate_size=32, num_hidden_layers=1, head_dim=8,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    model = attach(transformers.Gemma3ForCausalLM(config), Apet(prompt(5)))
+    embedded = model.get_input_embeddings()(torch.arange(60))
+    apart = (model.apet_prompt[:, None] - embedded).abs().amax(-1)
+    assert apart.amin(1).max() == 0
+
+
 def test_a_prompt_is_peft_s():
     import peft
 

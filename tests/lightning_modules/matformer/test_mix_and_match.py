@@ -73,6 +73,7 @@ def test_a_budget_above_the_largest_submodel_gives_the_largest():
         ([[], []], 9, r"costs has \[0, 0\] entries"),
         ([[1, 2], [1, 2, 3]], 9, r"costs has \[2, 3\] entries in its layers"),
         ([[3, 5]] * 4, 11, "budget of 11 is below the smallest submodel's cost of 12"),
+        ([[3, 5]] * 4, float("nan"), "budget of nan is below the smallest submodel's cost of 12"),
     ],
 )
 def test_what_no_submodel_fits_is_refused(costs, budget, message):
