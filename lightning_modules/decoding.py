@@ -82,11 +82,12 @@ def generate(
         ValueError: if the prompts are not padded on the left, or are too long for the model.
     """
     ids, mask = prompts["input_ids"].to(model.device), prompts["attention_mask"].to(model.device)
+    _check_positions(ids, model, max_new_tokens)
     if model.config.is_encoder_decoder:
         (ids, mask), prompt_length = _padded_right(ids, mask), 0  # as the encoder was trained
         more: dict[str, Tensor] = {}
     else:
-        _check(ids, mask, model, max_new_tokens)
+        _check_padding(mask)
         prompt_length, more = ids.shape[1], _positions(mask, model)
     ends = [tokenizer.eos_token_id]
     if stop is not None and len(token := tokenizer.encode(stop, add_special_tokens=False)) == 1:
@@ -147,14 +148,19 @@ def _positions(mask: Tensor, model: Any) -> dict[str, Tensor]:
     return {"position_ids": (mask.cumsum(1) + first - 1).clamp(min=0)} if first else {}
 
 
-def _check(ids: Tensor, mask: Tensor, model: Any, max_new_tokens: int) -> None:
+def _check_padding(mask: Tensor) -> None:
     if not mask[:, -1].all():
         raise ValueError(
             "A prompt ends in padding, expected padding on the left only: take the batches of a "
             "DataModule's prompt_dataloader."
         )
+
+
+def _check_positions(ids: Tensor, model: Any, max_new_tokens: int) -> None:
     longest, soft = positions_of(model), soft_tokens(model)
-    if longest is not None and soft + ids.shape[1] + max_new_tokens > longest:
+    read, apart = soft + ids.shape[1], model.config.is_encoder_decoder
+    needed = max(read, max_new_tokens) if apart else read + max_new_tokens
+    if longest is not None and needed > longest:
         before = f", {soft} soft tokens before it" * bool(soft)
         raise ValueError(
             f"A prompt of {ids.shape[1]} tokens{before} and max_new_tokens={max_new_tokens} are "

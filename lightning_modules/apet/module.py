@@ -6,7 +6,13 @@ import transformers
 from torch import Tensor, nn
 
 from lightning_modules.apet.label_words import LabelWords
-from lightning_modules.backbones import build_text, match_tokenizer, name_in_errors, text_inputs
+from lightning_modules.backbones import (
+    build_text,
+    match_tokenizer,
+    name_in_errors,
+    positions_of,
+    text_inputs,
+)
 from lightning_modules.labels import IGNORED
 from lightning_modules.vera.language_module import LanguageTuning
 from lightning_modules.vera.text_module import TextTuning
@@ -127,11 +133,21 @@ class TextToTextTuning(LanguageTuning):
         return model
 
     def outputs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Logits (n, V) that predict the n tokens with a label, and those tokens (n,)."""
+        """Logits (n, V) that predict the n tokens with a label, and those tokens (n,).
+
+        Raises:
+            ValueError: if a text is longer than the model has positions for.
+        """
         model: Any = self.model
         if not model.config.is_encoder_decoder:
             return super().outputs(batch)
         labels = batch["labels"]
+        longest = positions_of(model)
+        if longest is not None and labels.shape[1] > longest:
+            raise ValueError(
+                f"a target has {labels.shape[1]} tokens and the model {longest} positions: set "
+                f"data.target_length to {longest} or less"
+            )
         kept = labels != IGNORED
         decoder_ids = model.prepare_decoder_input_ids_from_labels(labels=labels)
         inputs = {**text_inputs(batch, model), "decoder_input_ids": decoder_ids, "use_cache": False}

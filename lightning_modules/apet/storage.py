@@ -12,7 +12,7 @@ from collections.abc import Container
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
@@ -84,9 +84,14 @@ def load(model: nn.Module, path: str | Path, placement: Placement | None = None)
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no file of APET at {path}: give one that save wrote")
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata() or {}
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} cannot be read as a safetensors file ({error}): give one that save wrote"
+        ) from error
     if metadata.get("format") != FORMAT:
         raise ValueError(
             f"{path} has format {metadata.get('format')!r}, expected {FORMAT}: give a file that "

@@ -9,6 +9,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional as F
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
@@ -255,6 +257,22 @@ def test_positions_that_start_behind_the_padding_s_index(prompted: bool) -> None
     assert generate(model, padded, tokenizer, 2, 12) == [
         generate(model, prompt(*row), tokenizer, 2, 12)[0] for row in rows
     ]
+
+
+def test_an_encoder_decoder_s_texts_fit_its_positions() -> None:
+    """BART's, which has as many for what it reads as for what it writes."""
+    config = BartConfig(
+        vocab_size=20, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16,
+        max_position_embeddings=8, eos_token_id=0, pad_token_id=1, decoder_start_token_id=0,
+    )  # fmt: skip
+    model = BartForConditionalGeneration(config)
+    tokenizer = words(*(f"w{number}" for number in range(20)))
+    assert len(generate(model, prompt(*range(2, 10)), tokenizer, max_new_tokens=8)) == 1
+    for length, new in ((9, 8), (8, 9)):
+        said = f"{length} tokens and max_new_tokens={new} are more than the 8 positions"
+        with pytest.raises(ValueError, match=said):
+            generate(model, prompt(*range(2, 2 + length)), tokenizer, max_new_tokens=new)
 
 
 def test_bad_prompts(data: E2EData) -> None:

@@ -45,6 +45,22 @@ def test_the_loss_of_an_encoder_decoder_is_transformers():
     assert torch.allclose(ours, module.model(**batch).loss)
 
 
+def test_a_target_longer_than_the_model_s_positions_is_said():
+    sizes = {
+        "vocab_size": 40, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1,
+        "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16,
+        "decoder_ffn_dim": 16, "max_position_embeddings": 8,
+    }  # fmt: skip
+    module = TextToTextTuning("bart", model_args=sizes, method="full")
+    module.configure_model()
+    ids = torch.full((1, 8), 5)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    assert module.outputs(batch)[0].shape == (8, 40)
+    batch["labels"] = torch.full((1, 9), 5)
+    with pytest.raises(ValueError, match="a target has 9 tokens and the model 8 positions: set"):
+        module.outputs(batch)
+
+
 @pytest.mark.parametrize("method", [{"method": "full"}, {"method": "prompt", "rank": 3}])
 def test_an_encoder_decoder_writes_the_same_alone_and_in_a_padded_batch(method):
     """With a prompt too, whose distance to the text is that of training, without padding."""

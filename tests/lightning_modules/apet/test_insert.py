@@ -389,6 +389,12 @@ def test_what_the_base_s_files_lack_is_in_the_file(heads, tmp_path):
         load(build(2), before)
 
 
+def test_a_damaged_file_is_said(tmp_path):
+    (tmp_path / "theta.safetensors").write_bytes(b"no such thing")
+    with pytest.raises(ValueError, match="theta.safetensors cannot be read as a safetensors file"):
+        load(made("bert"), tmp_path / "theta.safetensors")
+
+
 def test_another_model_s_positions_are_refused(tmp_path):
     model = insert(made("bert"), 700, seed=4)
     file = save(model, tmp_path / "theta.safetensors")
