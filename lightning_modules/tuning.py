@@ -189,8 +189,9 @@ class Bottleneck(nn.Module):
         nn.init.zeros_(self.up.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The adapted features (…, width) of x (…, width)."""
-        return x + self.up(self.act(self.down(self.norm(x))))
+        """The adapted features (…, width) of x (…, width), in the type of x."""
+        change = self.up(self.act(self.down(self.norm(x.to(self.down.weight.dtype)))))
+        return x + change.to(x.dtype)
 
 
 def _add_adapters(model: nn.Module, method: str, rank: int, norms: bool = True) -> None:

@@ -229,6 +229,16 @@ def test_adapters_are_behind_both_factors_of_a_low_rank_layer():
     assert not torch.equal(model(inputs), before)
 
 
+def test_adapters_of_a_model_in_sixteen_bits():
+    model, inputs = bert()
+    before = logits(model.eval().bfloat16(), inputs)
+    tune(model, "adapter_h", rank=2)
+    after = logits(model, inputs)
+    assert after.dtype == torch.bfloat16 and torch.equal(after, before)
+    after.sum().backward()
+    assert all(p.grad is not None for p in trainable(model).values())
+
+
 def test_a_model_without_places_for_adapters():
     with pytest.raises(ValueError, match="Sequential has no place for adapters"):
         tune(torch.nn.Sequential(torch.nn.Linear(2, 2)), "adapter_h")
