@@ -189,7 +189,8 @@ class _TunedLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight, values, index, starts, columns)
         ctx.transposed = transposed
         full = add_at(weight, values, index).to(x.dtype)
-        return F.linear(x, full.T if transposed else full, bias)
+        y = F.linear(x, full.T if transposed else full, bias)
+        return torch.ops.aten._unsafe_view(y, y.shape)  # a view could not be changed in place
 
     @staticmethod
     @once_differentiable

@@ -254,7 +254,8 @@ class _AdaptedLinear(torch.autograd.Function):
         delta = _product(b, d, a, b_matrix)
         weight = delta if weight is None else weight + delta
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None, b, d, a, b_matrix)
-        return F.linear(x, weight, bias)
+        y = F.linear(x, weight, bias)
+        return torch.ops.aten._unsafe_view(y, y.shape)  # a view could not be changed in place
 
     @staticmethod
     @once_differentiable

@@ -141,7 +141,9 @@ def _matched(model: nn.Module, modules: Mapping[str, nn.Module], pattern: str) -
                 f"target {pattern!r} matches {name}, whose weight is read without calling the "
                 "layer, so that an adapter would have no effect: name other layers"
             )
-        linear = isinstance(module, nn.Linear | Conv1D) or hasattr(module, "in_features")
+        # a classifier of timm repeats its layer's in_features
+        linear = hasattr(module, "in_features") and hasattr(module, "weight")
+        linear = linear or isinstance(module, Conv1D)
         if linear and not is_known(module):
             raise ValueError(
                 f"target {pattern!r} matches {name}, a {type(module).__name__}, and VeRA knows "

@@ -710,6 +710,13 @@ def test_a_shared_parameter_is_tuned_once_at_every_place():
     assert torch.equal(model.lm_head.tuned("weight"), model.model.embed_tokens.tuned("weight"))
 
 
+def test_an_output_may_be_changed_in_place():
+    """As SwinV2 changes its attention's."""
+    model = insert(torch.nn.Sequential(torch.nn.Linear(4, 4)), 3, operations=["add"])
+    model(torch.randn(2, 3, 4)).mul_(2).sum().backward()
+    assert all(parameter.grad is not None for parameter in tunables(model).values())
+
+
 def test_sampled_and_dense_gradients_agree():
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(50, n, generator=generator, dtype=torch.float64) for n in (30, 40))

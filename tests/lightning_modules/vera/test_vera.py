@@ -459,6 +459,22 @@ def test_quantised_bases():
         merge(model)
 
 
+def test_an_output_may_be_changed_in_place():
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True))
+    add_vera(model, 16, "0")
+    model(torch.randn(2, 64, 16)).sum().backward()  # so many tokens take the dense path
+    assert all(vector.grad is not None for pair in vectors_of(model).values() for vector in pair)
+
+
+def test_all_linear_takes_a_model_whose_head_is_more_than_a_layer():
+    with torch.device("meta"):
+        model = timm.create_model("swin_tiny_patch4_window7_224", embed_dim=24, num_heads=(2,) * 4)
+    linear = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    assert linear[-1] == "head.fc"
+    add_vera(model, 4, "all-linear")
+    assert list(model.vera.layers) == linear[:-1]
+
+
 def test_all_linear_leaves_the_head():
     with torch.device("meta"):
         model = gpt2(12, 1, 2, vocab_size=9)
