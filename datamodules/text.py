@@ -247,7 +247,7 @@ class SentenceData(TokenizedData):
 
     @property
     def around_labels(self) -> dict[str, list[int]]:
-        """The tokenizer's special tokens before a target (`begins`) and behind a prompt (`ends`)."""
+        """The tokenizer's special tokens: `begins` a target, `ends` a prompt."""
         begins, _ = special_tokens(self.tokenizer, "text_target")
         _, ends = special_tokens(self.tokenizer)
         return {"begins": begins, "ends": ends}

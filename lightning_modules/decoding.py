@@ -19,7 +19,7 @@ from transformers.generation import NoRepeatNGramLogitsProcessor
 from lightning_modules.backbones import first_position, positions_of, soft_tokens
 from lightning_modules.modes import evaluating
 
-# what counts of a published model's generation_config: how its texts begin, and what they never hold
+# what counts of a model's generation_config: how its texts begin, and what they never hold
 BEGINNINGS = ("bos_token_id", "decoder_start_token_id", "forced_bos_token_id")
 BANS = ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens")
 
@@ -62,8 +62,8 @@ def generate(
     """The best continuation of each prompt, without the prompt and surrounding white space.
 
     Of the model's generation_config count only the tokens with which texts begin and those that it
-    bans. Where the tokenizer encodes `stop` as one token, as GPT-2's does a blank line, that token ends
-    a continuation; otherwise the finished text is cut at `stop`. Unlike LoRA's own loop,
+    bans. Where the tokenizer encodes `stop` as one token, as GPT-2's does a blank line, that token
+    ends a continuation; otherwise the finished text is cut at `stop`. Unlike LoRA's own loop,
     transformers gives a finished beam's place to the next best one at once, not a step later.
 
     Args:

@@ -58,8 +58,8 @@ class LabelWords(nn.Module):
             begins: those before a target text, which an encoder–decoder's decoder reads.
             ends: those behind a prompt; the configuration's end tokens are added to them.
         """
-        ends = {*ends, *end_tokens(getattr(self.config, "eos_token_id", None))}
-        for name, ids in {"begins": begins, "ends": sorted(ends)}.items():
+        known = end_tokens(getattr(self.config, "eos_token_id", None))
+        for name, ids in {"begins": begins, "ends": sorted({*ends, *known})}.items():
             values = torch.tensor(ids, dtype=torch.long, device=self.tokens.device)
             self.register_buffer(name, values, persistent=False)
 

@@ -24,8 +24,8 @@ class MethodArgs(TypedDict, total=False):
         operations: kinds of APET's parameters: "add", "concat", "plug".
         norms: false to freeze the layer norms, which these adapters also train (Houlsby et al.).
         pooler: false to freeze the bias of a pooler, which BitFit trains with the others.
-        layers: ends of the names of the layers and norms that BitFit gives a bias in a model without
-            any (T5).
+        layers: ends of the names of the layers and norms that BitFit gives a bias in a model that
+            has none (T5).
     """
 
     d_init: float

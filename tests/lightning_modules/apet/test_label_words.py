@@ -120,7 +120,7 @@ def test_an_encoder_decoder_that_starts_with_no_token_is_said():
 
 
 @pytest.mark.parametrize(("kind", "end"), [("llama", 5), ("bart", 2)])
-def test_the_tokenizer_s_special_tokens_come_from_the_data_and_from_checkpoints(kind, end, tmp_path):
+def test_special_tokens_come_from_the_data_and_from_checkpoints(kind, end, tmp_path):
     data = GLUEData("SST-2", source="generated", label_words=["dull", "funny"], limit=8)
     sizes = {**SIZES, "bart": BART}[kind]
     model_args = {"vocab_size": 2000, **sizes, "eos_token_id": end}
