@@ -9,7 +9,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_modules.apet.placement import Placement, check_seed
 from lightning_modules.apet.prompt import check_prompt
-from lightning_modules.layouts import is_layer_norm
+from lightning_modules.layouts import is_layer_norm, uncalled_layers
 
 # attribute that a method sets on a model whose layers it has changed → what has to be done first
 RECORDS = {
@@ -69,6 +69,13 @@ def check_placement(model: nn.Module, placement: Placement, seed: int) -> None:
             raise ValueError(
                 f"{name} is a {type(modules.get(name)).__name__} of this {type(model).__name__}: "
                 "expected a plain linear layer (nn.Linear or Conv1D)"
+            )
+    uncalled = uncalled_layers(model)
+    for name in (*placement.concat, *placement.plug, *placement.bias):
+        if name in uncalled:
+            raise ValueError(
+                f"the weight of {name} is read without calling the layer, so that what is added to "
+                "it would have no effect: name other layers, or elements of it in Placement.add"
             )
     for name in placement.bias:
         kind = type(modules.get(name))

@@ -710,6 +710,17 @@ def test_a_shared_parameter_is_tuned_once_at_every_place():
     assert torch.equal(model.lm_head.tuned("weight"), model.model.embed_tokens.tuned("weight"))
 
 
+@pytest.mark.parametrize("kind", ["concat", "plug"])
+def test_layers_that_are_not_called_take_no_terms(kind):
+    """EVA's attention reads the weight of its qkv, and adds a bias of its own."""
+    sizes = {"depth": 1, "embed_dim": 24, "num_heads": 2}
+    model = timm.create_model("eva02_tiny_patch14_224", **sizes)
+    counts = (24, 72) if kind == "concat" else (72, 1, 72, 0)
+    with pytest.raises(ValueError, match="blocks.0.attn.qkv is read without calling the layer"):
+        attach(model, Apet(Placement(**{kind: {"blocks.0.attn.qkv": counts}})))
+    untouched(model)
+
+
 def test_an_output_may_be_changed_in_place():
     """As SwinV2 changes its attention's."""
     model = insert(torch.nn.Sequential(torch.nn.Linear(4, 4)), 3, operations=["add"])
