@@ -43,7 +43,7 @@ def importance(
         model: nested or not; it is measured at its largest granularity.
         batches: inputs of the model: tensors, tuples, or dicts of keyword arguments; they are moved
             to the device of its first parameter. Tokens whose `attention_mask` in such a dict is 0
-            do not count.
+            do not count; in an encoder–decoder's decoder, whose `decoder_attention_mask` is 0.
         part: "ffn", "heads", "depth" or several; None for the axes in which the model is nested,
             or "ffn" if it is not nested.
 
@@ -61,13 +61,18 @@ def importance(
     }
     sums |= {("depth", stack.name): torch.zeros(len(stack.module)) for stack in stacks}  # type: ignore[arg-type]
     tokens = dict.fromkeys(sums, 0.0)
-    weight: Tensor | None = None
+    masks: Mapping[str, Tensor] = {}
+    apart = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     device = next(model.parameters()).device
     hooks = []
 
+    def mask_of(name: str) -> Tensor | None:
+        decoder = apart and "decoder" in name.split(".")
+        return masks.get("decoder_attention_mask" if decoder else "attention_mask")
+
     def add_squares(key: tuple[str, str]) -> Any:
         def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            values, counted = _flat(args[0], weight)
+            values, counted = _flat(args[0], mask_of(key[1]))
             sums[key] = sums[key].to(values.device) + (values.double().square() * counted).sum(0)
             tokens[key] += counted.sum().item()
 
@@ -76,7 +81,7 @@ def importance(
     def add_angles(key: tuple[str, str], place: int) -> Any:
         def hook(_: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
             block_input = args[0] if args else kwargs["hidden_states"]
-            values, counted = _flat(block_input, weight)
+            values, counted = _flat(block_input, mask_of(key[1]))
             cosine = F.cosine_similarity(values.double(), output.reshape(values.shape).double(), -1)
             sums[key] = sums[key].to(values.device, torch.float64)
             sums[key][place] += ((1 - cosine) * counted[:, 0]).sum()
@@ -95,7 +100,7 @@ def importance(
     try:
         with evaluating(model), _at_largest(model):
             for batch in batches:
-                weight = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+                masks = batch if isinstance(batch, Mapping) else {}
                 call(model, to_device(batch, device))
     finally:
         for handle in hooks:

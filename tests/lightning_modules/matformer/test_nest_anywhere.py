@@ -206,6 +206,25 @@ def test_importance_is_the_root_mean_square_times_the_columns_norm():
     torch.testing.assert_close(scores["ffn"]["model.layers.1.mlp"], expected)
 
 
+def test_a_decoder_s_tokens_do_not_count_by_the_encoder_s_mask():
+    """Even if there are as many of them."""
+    config = transformers.T5Config(
+        vocab_size=20, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    model = transformers.T5ForConditionalGeneration(config).double().eval()
+    ids = torch.arange(2, 10).view(2, 4)
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
+    inputs = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids + 5}
+    layer = model.decoder.block[0].layer[2].DenseReluDense
+    seen = []
+    handle = layer.wo.register_forward_pre_hook(lambda _, given: seen.append(given[0].detach()))
+    scores = importance(model, [inputs], "ffn")["ffn"]
+    handle.remove()
+    expected = seen[0].flatten(0, 1).square().mean(0).sqrt() * layer.wo.weight.norm(dim=0)
+    torch.testing.assert_close(scores["decoder.block.0.layer.2.DenseReluDense"], expected.detach())
+
+
 @torch.no_grad()
 def test_importance_moves_batches_to_the_models_device(elsewhere):
     inputs = batch("llama")
