@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torchmetrics import MeanMetric
 
-from lightning_modules.backbones import shard
+from lightning_modules.backbones import match_tokenizer, shard
 from lightning_modules.labels import IGNORED
 from lightning_modules.optim import (
     build_optimizer,
@@ -135,6 +135,8 @@ class Adaptation(L.LightningModule):
             return
         h: Any = self.hparams
         model = self._build(self.pretrained and self.init_from is None, self.init_from)
+        if h.modality == "text":
+            match_tokenizer(model, self._trainer)
         training = self._trainer is not None and self.trainer.state.fn == "fit"
         self.tracker.begin(model, dict(model.base_model.named_parameters()), training)
         if h.supcon_temperature is not None:

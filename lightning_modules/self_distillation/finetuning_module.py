@@ -14,7 +14,14 @@ from torchmetrics.classification import (
     MulticlassF1Score,
 )
 
-from lightning_modules.backbones import build_text, build_vision, classifier_names, shard
+from lightning_modules.backbones import (
+    build_text,
+    build_vision,
+    classifier_names,
+    match_tokenizer,
+    shard,
+    text_inputs,
+)
 from lightning_modules.by_length import run_by_length
 from lightning_modules.evaluation import Evaluation
 from lightning_modules.labels import IGNORED
@@ -120,6 +127,7 @@ class Finetuning(Evaluation, L.LightningModule):
         else:
             args = {**args, "num_labels": h.num_classes}
             model = build_text(h.architecture, "classification", args, pretrained)
+            match_tokenizer(model, self._trainer)
             run_by_length(model.base_model)
         if self.init_from is not None and h.modality == "images":
             load_encoder(model, self.init_from)
@@ -154,8 +162,9 @@ class Finetuning(Evaluation, L.LightningModule):
 
     def forward(self, inputs: Any) -> Tensor:
         """Logits (B, C) for images (B, 3, H, W) or a dict of text."""
-        output = self.model(**inputs) if isinstance(inputs, dict) else self.model(inputs)
-        return getattr(output, "logits", output)
+        if isinstance(inputs, dict):
+            return self.model(**text_inputs(inputs, self.model)).logits
+        return self.model(inputs)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Cross-entropy, and with R3F its divergence in addition.

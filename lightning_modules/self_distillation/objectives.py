@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, ViTMAEConfig, ViTMAEForPreTraining
 
-from lightning_modules.backbones import build_text, build_vision, name_in_errors
+from lightning_modules.backbones import build_text, build_vision, name_in_errors, text_inputs
 from lightning_modules.by_length import run_by_length
 from lightning_modules.labels import IGNORED
 from lightning_modules.self_distillation.distillation import (
@@ -209,7 +209,8 @@ class MaskedText:
     ) -> Tensor:
         """Logits (n, V) of the n hidden tokens; (B, L, V) of all tokens if `everywhere`."""
         corrupted, labels = hidden
-        others = {name: one for name, one in inputs.items() if name != "input_ids"}
+        others = text_inputs(inputs, model)
+        del others["input_ids"]
         if everywhere:
             return model(input_ids=corrupted, **others).logits
         return hidden_logits(model, corrupted, labels, **others)
@@ -236,4 +237,4 @@ class MaskedText:
 
 def final_hidden_states(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     """f(x) (B, L, D) of a transformers masked language model, without its head."""
-    return model.base_model(**inputs).last_hidden_state
+    return model.base_model(**text_inputs(inputs, model)).last_hidden_state

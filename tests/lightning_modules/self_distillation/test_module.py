@@ -469,6 +469,19 @@ def test_bad_input(files, tmp_path):
     finetuning("text", init_from=str(headless)).configure_model()
 
 
+@pytest.mark.parametrize("stage", [adaptation, finetuning])
+def test_texts_that_the_model_cannot_embed_are_refused(stage, tmp_path, monkeypatch):
+    class OtherTokens(Data):
+        vocab_size = 41
+
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_steps=1)
+    with pytest.raises(ValueError, match="has 41 tokens and the model embeds 40: set data.tok"):
+        trainer.fit(stage("text"), OtherTokens("text"))
+    monkeypatch.setitem(BERT["model_args"], "max_position_embeddings", 8)
+    with pytest.raises(ValueError, match="a text has 9 tokens and the model 8 positions: set data"):
+        fit(stage("text"), "text", tmp_path)
+
+
 def test_a_checkpoint_from_before_says_what_to_do(files, tmp_path):
     """ImageAdaptation's and TextAdaptation's had no modality; the weights' names are the same."""
     for kind in ("images", "text"):
