@@ -21,6 +21,7 @@ from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 from transformers import ViTMAEConfig, ViTMAEForPreTraining, ViTMAEModel
 
+from lightning_modules.backbones import classifier_names
 from lightning_modules.self_distillation.masked_autoencoder import (
     MaskedAutoencoder,
     geometry,
@@ -198,21 +199,33 @@ def load_encoder(encoder: nn.Module, source: str | Path) -> LoadReport:
     Positions of another image size are interpolated (bicubic). The decoder is left out.
 
     Args:
-        encoder: a timm ViT, with or without a head, or transformers' ViTMAEModel; a head that the
-            checkpoint lacks keeps its values.
+        encoder: a timm model, with or without a head, or transformers' ViTMAEModel; a head that the
+            checkpoint lacks, or has for other classes, keeps its values.
         source: see `weights.read_state_dict`.
 
     Raises:
         FileNotFoundError: if there is no such file.
         ValueError: if weights are missing or have other shapes.
     """
-    return _load(encoder, to_timm(read_state_dict(source)), source, ("head.", "fc_norm."))
+    state = read_state_dict(source)
+    if isinstance(encoder, ViTMAEModel):
+        return _load(encoder, to_timm(state), source, ())
+    if state.keys() & encoder.state_dict().keys():
+        # to_timm would take names of other models of timm, such as Swin's layers.0, for ViTMAE's
+        state = {name: value for name, value in state.items() if not in_decoder(name)}
+    else:
+        state = to_timm(state)
+    heads = [f"{name}." for name in classifier_names(encoder)]
+    return _load(encoder, state, source, [*heads, "fc_norm."])
 
 
 def _load(
     model: nn.Module, original: dict[str, Tensor], source: str | Path, optional: Iterable[str]
 ) -> LoadReport:
-    """Load weights under the original names; those with an `optional` prefix may be missing."""
+    """Load weights under the original names.
+
+    Those with an `optional` prefix keep their values if they are missing or of another shape.
+    """
     expected = model.state_dict()
     state = _renamed_for(model, original)
     resampled = []
@@ -228,18 +241,25 @@ def _load(
         if state[name].shape != expected[name].shape
     ]
     missing = sorted(expected.keys() - state.keys())
-    lacking = [name for name in missing if not name.startswith(tuple(optional))]
-    if reshaped or lacking:
-        problem = f"lacks {', '.join(lacking[:4])}" if lacking else f"has {', '.join(reshaped[:4])}"
+    kept = tuple(optional)
+    lacking = [name for name in missing if not name.startswith(kept)]
+    wrong = [shapes for shapes in reshaped if not shapes.startswith(kept)]
+    if wrong or lacking:
+        problem = f"lacks {', '.join(lacking[:4])}" if lacking else f"has {', '.join(wrong[:4])}"
         raise ValueError(
             f"{source} does not fit {type(model).__name__}: it {problem}; build the model with the "
             "checkpoint's depth, widths and patch size"
         )
-    loaded = {name: state[name] for name in expected.keys() & state.keys()}
+    loaded = {
+        name: state[name]
+        for name in expected.keys() & state.keys()
+        if state[name].shape == expected[name].shape
+    }
     unexpected = sorted(state.keys() - expected.keys())
-    report = LoadReport(sorted(loaded), missing, unexpected, [], sorted(resampled))
+    report = LoadReport(sorted(loaded), missing, unexpected, reshaped, sorted(resampled))
     model.load_state_dict({**expected, **loaded})
-    level = logging.WARNING if missing or unexpected or resampled else logging.INFO
+    partial = missing or unexpected or reshaped or resampled
+    level = logging.WARNING if partial else logging.INFO
     log.log(level, "loaded %s: %s", source, report)
     return report
 

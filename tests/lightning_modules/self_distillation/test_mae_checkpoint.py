@@ -45,8 +45,14 @@ def vitmae():
     return model
 
 
-def vit(img_size=12, num_classes=0):
-    size = {"img_size": img_size, "patch_size": 3, "embed_dim": 16, "depth": 2, "num_heads": HEADS}
+def vit(img_size=12, num_classes=0, width=16):
+    size = {
+        "img_size": img_size,
+        "patch_size": 3,
+        "embed_dim": width,
+        "depth": 2,
+        "num_heads": HEADS,
+    }
     return timm.create_model("vit_base_patch16_224.mae", num_classes=num_classes, **size)
 
 
@@ -188,6 +194,43 @@ def test_the_encoder_alone_into_a_classifier(weights):
     torch.nn.init.zeros_(other.embeddings.cls_token)
     load_encoder(other, folder / "original.pth")
     assert fingerprint(other.state_dict()) == fingerprint(theirs.vit.state_dict())
+
+
+def test_a_classifier_of_other_classes_keeps_its_head(weights, tmp_path, caplog):
+    torch.save(vit(num_classes=5).state_dict(), tmp_path / "five.pt")
+    classifier = vit(num_classes=7)
+    head = classifier.head.weight.clone()
+    report = load_encoder(classifier, tmp_path / "five.pt")
+    assert report.reshaped == ["head.bias (5,) for (7,)", "head.weight (5, 16) for (7, 16)"]
+    assert "2 reshaped: head.bias" in caplog.text and torch.equal(classifier.head.weight, head)
+    assert "blocks.0.attn.qkv.weight" in report.loaded
+    with pytest.raises(ValueError, match=r"five\.pt does not fit .*: it has blocks\.0\.attn\.proj"):
+        load_encoder(vit(num_classes=7, width=24), tmp_path / "five.pt")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "args"),
+    [
+        (
+            "swin_tiny_patch4_window7_224",
+            {"patch_size": 2, "window_size": 2, "depths": (1, 1), "num_heads": (1, 2)},
+        ),
+        ("cait_xxs24_224", {"depth": 1, "num_heads": 2}),
+        ("deit_tiny_distilled_patch16_224", {"depth": 1, "num_heads": 2}),
+    ],
+)
+def test_names_of_other_models_of_timm_stay(architecture, args, tmp_path):
+    def model(classes):
+        args_of_all = {"img_size": 16, "embed_dim": 16, **args}
+        return timm.create_model(architecture, num_classes=classes, **args_of_all)
+
+    source = model(5)
+    torch.save(source.state_dict(), tmp_path / "own.pt")
+    same, other = model(5), model(7)
+    load_encoder(same, tmp_path / "own.pt")
+    assert fingerprint(same.state_dict()) == fingerprint(source.state_dict())
+    report = load_encoder(other, tmp_path / "own.pt")
+    assert all("head" in name for name in report.reshaped) and not report.unexpected
 
 
 def test_positions_for_another_image_size_are_interpolated_and_it_is_said(weights, caplog):
