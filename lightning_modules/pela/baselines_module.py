@@ -6,6 +6,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_modules.backbones import classifier_names
 from lightning_modules.pela.backbone_module import MODEL
 from lightning_modules.pela.baselines import lillama, maskalign, tinybert
 from lightning_modules.pela.classifier_module import Classifier
@@ -47,8 +48,19 @@ class Distillation(Classifier):
         return [FrozenTeacher()]
 
     def build_teacher(self) -> nn.Module:
-        """The teacher for the callback FrozenTeacher: the dense original, see `dense_original`."""
-        return self.dense_original(self.teacher_from, None)
+        """The teacher for the callback FrozenTeacher: the dense original, see `dense_original`.
+
+        Raises:
+            ValueError: as `dense_original`, or if TinyBERT would distil random outputs.
+        """
+        h, teacher = self.settings, self.dense_original(self.teacher_from, None)
+        if h.method == "tinybert" and getattr(teacher, "at_random", ()):
+            raise ValueError(
+                f"{h.architecture} has no classifier of {h.num_classes} classes, whose outputs "
+                "method tinybert distils: fine-tune the dense model first and give its checkpoint "
+                "as model.teacher_from"
+            )
+        return teacher
 
     def prepare(self, model: nn.Module) -> None:
         """Freeze everything but the blocks for Lillama."""
@@ -90,7 +102,7 @@ class TokenMerging(Classifier):
 
 
 class LoRA(Classifier):
-    """A dense classifier that trains LoRA (arXiv 2106.09685) on its qkv layers, and its head.
+    """A dense classifier that trains LoRA (arXiv 2106.09685) on its qkv layers, and its heads.
 
     Args:
         lora_rank: LoRA's rank r.
@@ -111,7 +123,8 @@ class LoRA(Classifier):
                 f"lora_rank {self.settings.lora_rank} is for the dense model: set model.ratio to "
                 "null and start from dense weights"
             )
-        tune(model, "lora", heads=["head"], rank=self.settings.lora_rank, targets=["qkv"])
+        heads = classifier_names(model)  # a distilled model has two
+        tune(model, "lora", heads=heads, rank=self.settings.lora_rank, targets=["qkv"])
 
     def model_names(self) -> tuple[str, ...]:
         """The hyperparameters in which a checkpoint must equal the run that loads it."""

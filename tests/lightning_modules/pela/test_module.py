@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import timm
 import torch
+from timm.models import save_for_hf
 from torch.nn import functional as F
 
 from lightning_modules.pela import (
@@ -576,6 +577,26 @@ def test_lora_trains_its_factors_and_the_head(dense):
     trained = {name for name, p in module.model.named_parameters() if p.grad is not None}
     assert all("lora_" in name or name.startswith("head.") for name in trained)
     assert len(trained) == 2 * 2 + 2
+
+
+def test_lora_trains_both_heads_of_a_distilled_model():
+    module = LoRA(
+        num_classes=CLASSES, architecture="deit_tiny_distilled_patch16_224", model_args=VIT
+    )
+    module.configure_model()
+    trained = {name for name, one in module.model.named_parameters() if one.requires_grad}
+    heads = {f"{head}.{kind}" for head in ("head", "head_dist") for kind in ("weight", "bias")}
+    assert {name for name in trained if "lora" not in name} == heads
+
+
+def test_tinybert_needs_a_teacher_whose_classifier_is_trained(tmp_path):
+    save_for_hf(network(), tmp_path, model_args=VIT, safe_serialization=True)
+    folder = {"architecture": f"local-dir:{tmp_path}", "pretrained": True}
+    other = Distillation(method="tinybert", num_classes=CLASSES + 1, **folder)
+    with pytest.raises(ValueError, match=r"has no classifier of 6 classes.*model\.teacher_from"):
+        other.build_teacher()
+    Distillation(method="tinybert", num_classes=CLASSES, **folder).build_teacher()
+    Distillation(method="maskalign", num_classes=CLASSES + 1, **folder).build_teacher()
 
 
 def test_token_merging_is_switched_on(dense):
