@@ -54,7 +54,7 @@ def build_vision(
         `model_args` add to the files' model, such as a pooling with weights, is not among them.
 
     Raises:
-        ValueError: if timm has no such model, or the model no such argument.
+        ValueError: if timm has no such model or weights of it, or refuses an argument.
         OSError: if there is no such folder, or the hub does not answer.
     """
     folder = architecture.removeprefix("local-dir:")
@@ -74,8 +74,10 @@ def build_vision(
             model = timm.create_model(
                 architecture, pretrained=pretrained, num_classes=num_classes, **model_args
             )
-    except TypeError as error:
-        raise ValueError(f"{architecture}: {error}; correct model.model_args") from error
+    except (TypeError, RuntimeError, AssertionError) as error:  # timm raises all of these
+        raise ValueError(
+            f"{architecture}: {error}; correct model.architecture or model.model_args"
+        ) from error
     if pretrained:
         model.at_random = _new_classifier(model)  # type: ignore[assignment]
     return model

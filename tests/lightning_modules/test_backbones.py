@@ -49,6 +49,20 @@ def test_an_unknown_name_suggests_similar_ones():
         build_vision("vit_bas_patch16_224", 10, {})
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "pretrained", "said"),
+    [
+        ("vit_tiny_patch16_224.mae", {}, False, r"Invalid pretrained tag \(mae\)"),
+        ("vit_small_patch16_36x1_224", {}, True, "No pretrained weights exist"),
+        ("vit_tiny_patch16_224", {"num_heads": 5}, False, "divisible by num_heads"),
+        ("vit_tiny_patch16_224", {"heads": 4}, False, "argument 'heads'"),
+    ],
+)
+def test_what_timm_refuses_is_said_in_a_sentence(name, arguments, pretrained, said):
+    with pytest.raises(ValueError, match=f"{name}: .*{said}.*; correct model.architecture or"):
+        build_vision(name, 10, arguments, pretrained)
+
+
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
 SMALL |= {"num_attention_heads": 2, "vocab_size": 50, "max_position_embeddings": 34}
 BART = {
