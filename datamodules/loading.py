@@ -338,7 +338,9 @@ class PartsData(LightningDataModule):
             and `members`, the lines themselves, if the seed drew the part.
         """
         lines, drawn = self.members(part)
-        digest = hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
+        text = "".join(f"{line}\n" for line in lines)
+        # a file's name need not be UTF-8
+        digest = hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
         manifest = {"examples": len(lines), "sha256": digest}
         return {**manifest, "members": lines} if drawn else manifest
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 
 TXT = "sentence"  # name of the only column of a txt file
+# JSON can say half of a pair, as of an emoji that was cut in two; UTF-8 and tokenizers cannot
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 csv.field_size_limit(2**31 - 1)  # characters of a cell; Python's default is 131,072
 
 
@@ -79,13 +82,20 @@ def parse_json(text: str, place: str) -> Any:
     """The content of a JSON text.
 
     Raises:
-        ValueError: with the place, if it is no JSON.
+        ValueError: with the place, if it is no JSON, or has half of a surrogate pair.
     """
     try:
-        return json.loads(text)
+        content = json.loads(text)
+        if SURROGATE.search(text):
+            json.dumps(content, ensure_ascii=False).encode()
+        return content
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{place}: this is no JSON ({error}): repair it, or fetch or write it again."
+        ) from error
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{place}: this has half of a surrogate pair ({error}): repair it."
         ) from error
 
 

@@ -3,6 +3,7 @@
 import cpu_torchvision  # noqa: F401
 
 import hashlib
+import os
 import pickle
 import shutil
 import warnings
@@ -166,6 +167,12 @@ def test_without_a_val_folder_and_with_a_test_folder(folders):
 def test_a_mistyped_val_folder_holds_out_no_training_images(folders):
     with pytest.raises(FileNotFoundError, match="vall is not a folder"):
         folder_data(folders, val="vall").setup()
+
+
+def test_a_name_that_is_not_utf8_has_a_place_in_the_manifest(folders):
+    old = folders / "val" / "b" / os.fsdecode(b"caf\xe9.png")  # of an archive from Windows
+    draw(folders / "val" / "b" / "new.png").rename(old)
+    assert folder_data(folders).manifest("val")["examples"] == 6
 
 
 def test_a_split_is_the_seeds(folders, cub, tmp_path, monkeypatch):

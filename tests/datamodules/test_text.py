@@ -135,6 +135,15 @@ def test_labels_that_say_nothing(tmp_path: Path, name: str, content: str, messag
         data.num_classes  # noqa: B018
 
 
+def test_half_of_a_surrogate_pair_is_said_with_its_line(tmp_path: Path) -> None:
+    line = '{"sentence": "%s", "label": %d}\n'
+    whole = write(tmp_path, "whole.jsonl", line % (r"a \ud83d\ude00", 0) + line % ("b", 1))
+    assert TextData(whole).num_classes == 2
+    cut = write(tmp_path, "cut.jsonl", line % ("a", 0) + line % (r"b \uD83D", 1))
+    with pytest.raises(ValueError, match=r"cut\.jsonl, line 2: .*half of a surrogate pair"):
+        TextData(cut).num_classes  # noqa: B018
+
+
 def test_a_label_that_only_the_test_part_has(tmp_path: Path) -> None:
     train = write(tmp_path, "a.csv", "sentence,label\na,x\nb,y\n")
     test = write(tmp_path, "t.csv", "sentence,label\na,x\nb,z\n")
