@@ -92,7 +92,8 @@ def add_tome(model: nn.Module, r: int) -> nn.Module:
         The same model.
 
     Raises:
-        ValueError: for a model with other blocks, or r below 0.
+        ValueError: for a model with other blocks, one that pools its tokens, in which a merged one
+            would count once, or r below 0.
     """
     if r < 0:
         raise ValueError(f"r is {r}: expected the number of tokens to merge in a block, at least 0")
@@ -101,6 +102,12 @@ def add_tome(model: nn.Module, r: int) -> nn.Module:
     if not blocks or not plain:
         raise ValueError(
             f"{type(model).__name__} has no plain blocks of timm's ViT: token merging needs them"
+        )
+    if (pool := getattr(model, "global_pool", "")) not in ("", "token"):
+        raise ValueError(
+            f"{type(model).__name__} pools its tokens (global_pool {pool}), in which a merged one "
+            "would count once: token merging needs a class token, model_args {'global_pool': "
+            "'token'}"
         )
     merging = Merging(r, model.num_prefix_tokens)  # type: ignore[arg-type]
     for i, block in enumerate(blocks):

@@ -128,6 +128,8 @@ def test_models_that_cannot_merge():
     swin = timm.create_model(
         "swin_tiny_patch4_window7_224", img_size=32, window_size=2, embed_dim=8, depths=(1, 1, 1, 1)
     )
+    with pytest.raises(ValueError, match=r"VisionTransformer pools its tokens \(global_pool avg\)"):
+        add_tome(vit(global_pool="avg"), 2)
     with pytest.raises(ValueError, match="SwinTransformer has no plain blocks of timm's ViT"):
         add_tome(swin, 4)
     with pytest.raises(ValueError, match="r is -1: expected the number of tokens"):
