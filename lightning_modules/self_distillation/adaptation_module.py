@@ -42,10 +42,11 @@ class Adaptation(L.LightningModule):
     model in every round. The next stage loads this run's checkpoint by `init_from`.
 
     Args:
-        architecture: images: a timm ViT, which gets a new decoder; or transformers' ViTMAE with its
-            decoder, as a hub name such as facebook/vit-mae-base or a folder. Text: a hub name, a
-            folder with config.json, or a model type such as "bert"; the tokenizer, whose special
-            tokens are never hidden, is the DataModule's.
+        architecture: images: a timm ViT by its name, local-dir:FOLDER or hf-hub:NAME, which gets a
+            new decoder; or transformers' ViTMAE with its decoder, as a hub name such as
+            facebook/vit-mae-base or a folder. Text: a hub name, a folder with config.json, or a
+            model type such as "bert"; the tokenizer, whose special tokens are never hidden, is the
+            DataModule's.
         modality: "images" or "text".
         model_args: further arguments of the model or values of its configuration.
         decoder_args: depth, width and heads of a timm ViT's decoder; MAE's by default.

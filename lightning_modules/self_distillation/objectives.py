@@ -74,7 +74,8 @@ class MaskedImages:
         Raises:
             ValueError: if the weights have no decoder and `new_decoder` is false.
         """
-        if "/" not in architecture and not Path(architecture).is_dir():
+        of_timm = architecture.startswith(("local-dir:", "hf-hub:"))
+        if of_timm or ("/" not in architecture and not Path(architecture).is_dir()):
             if pretrained and not new_decoder:
                 raise without_decoder(architecture)
             encoder = build_vision(architecture, 0, model_args, pretrained)

@@ -5,7 +5,9 @@ import json
 
 import lightning as L
 import pytest
+import timm
 import torch
+from timm.models import save_for_hf
 from torch.nn import functional as F
 from transformers import ViTMAEConfig, ViTMAEForPreTraining, ViTMAEModel
 
@@ -414,6 +416,19 @@ def test_a_name_whose_weights_come_without_a_decoder(tmp_path):
     new.configure_model()
     for name, value in encoder.state_dict().items():
         assert torch.equal(new.model.encoder.state_dict()[name], value), name
+
+
+def test_a_folder_of_timm_gets_a_new_decoder(tmp_path):
+    encoder = timm.create_model(VIT["architecture"], num_classes=0, **VIT["model_args"])
+    arguments = {**VIT["model_args"], "num_classes": 0}
+    save_for_hf(encoder, tmp_path, model_args=arguments, safe_serialization=True)
+    new = Adaptation(
+        f"local-dir:{tmp_path}", pretrained=True, train="decoder", decoder_args=DECODER
+    )
+    new.configure_model()
+    assert fingerprint(new.model.encoder.state_dict()) == fingerprint(encoder.state_dict())
+    with pytest.raises(ValueError, match=f"local-dir:{tmp_path} has no decoder"):
+        Adaptation(f"local-dir:{tmp_path}", pretrained=True).configure_model()
 
 
 def test_a_hub_model_at_another_image_size_and_in_training_mode(tmp_path):
