@@ -241,30 +241,30 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
         ValueError: if no claims belong to a NAME in a page.
     """
     verdicts = judge_all(root)
-
-    def filled(page: Path) -> str:
-        def fill(match: re.Match[str]) -> str:
-            name = match[2]
-            part = [
-                one
-                for one in verdicts
-                if name in ("all", one.experiment, one.experiment.partition(".")[0])
-            ]
-            if not part:
-                raise ValueError(
-                    f"no claims are named {name!r}: expected a method or an experiment"
-                )
-            tables = summary if name == "all" else overview
-            return f"{match[1]}{tables(part, page)}\n{match[3]}"
-
-        return MARKED.sub(fill, page.read_text(encoding="utf-8"))
-
     claims_page = root / "results" / "claims.md"
     texts = {claims_page: ledger(verdicts, claims_page)}
     for page in [root / "README.md", *sorted((root / "recipes").glob("*/README.md"))]:
         if page.is_file():
-            texts[page] = filled(page)
+            texts[page] = _filled(page, verdicts)
     return texts | _reports(root)
+
+
+def _filled(page: Path, verdicts: Sequence[Verdict]) -> str:
+    """A page's text with current tables between its marks."""
+
+    def tables(match: re.Match[str]) -> str:
+        before, name, after = match.groups()
+        part = [
+            one
+            for one in verdicts
+            if name in ("all", one.experiment, one.experiment.partition(".")[0])
+        ]
+        if not part:
+            raise ValueError(f"no claims are named {name!r}: expected a method or an experiment")
+        text = summary(part, page) if name == "all" else overview(part, page)
+        return f"{before}{text}\n{after}"
+
+    return MARKED.sub(tables, page.read_text(encoding="utf-8"))
 
 
 def _reports(root: Path) -> dict[Path, str]:
