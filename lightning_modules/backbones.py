@@ -203,7 +203,12 @@ def classifiers(model: Any) -> tuple[nn.Module, ...]:
 
 
 def positions_of(model: Any) -> int | None:
-    """How many tokens a transformers model has positions for; None without a limit."""
+    """How many tokens a transformers model has positions for; None without a limit.
+
+    DeBERTa's positions are distances between tokens, and far ones count alike: it has no limit.
+    """
+    if getattr(model.config, "position_biased_input", True) is False:
+        return None
     names = ("max_position_embeddings", "max_target_positions")  # the second is Whisper's
     rows = next((one for n in names if (one := getattr(model.config, n, None)) is not None), None)
     return None if rows is None else rows - first_position(model)

@@ -1,10 +1,13 @@
 """Settings on which a stage's model and data have to agree: tokenizer, normalisation, weights."""
 
+import contextlib
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import timm
+from huggingface_hub import hf_hub_download
 from jsonargparse import Namespace
 
 from lightning_modules.weights import read_checkpoint
@@ -13,6 +16,7 @@ Statistics = dict[str, tuple[float, ...]]
 HALF: Statistics = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
 DATA = "description"  # key of a DataModule's state in a checkpoint
 RANDOM = "weights: random"
+DESCRIBING = ("config.json", "preprocessor_config.json")  # of a timm model, of a transformers one
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json")
 
 
@@ -102,13 +106,25 @@ def weights_of(settings: Namespace) -> str | None:
 
 
 def _statistics(architecture: str) -> Statistics | None:
-    """Mean and std that a pre-trained timm model expects; None if they are not known."""
-    folder = architecture.removeprefix("local-dir:")
-    if folder != architecture:
-        return _statistics_of_folder(Path(folder))
-    architecture = architecture.removeprefix("hf-hub:timm/")  # timm's own models, on the hub
-    config = timm.get_pretrained_cfg(architecture) if timm.is_model(architecture) else None
-    return None if config is None else _mean_and_std(config.to_dict())
+    """Mean and std that a pre-trained model of images expects; None if they are not known."""
+    folder = Path(architecture.removeprefix("local-dir:"))
+    if folder.is_dir():
+        return _statistics_of_folder(folder)
+    name = architecture.removeprefix("hf-hub:")
+    if timm.is_model(own := name.removeprefix("timm/")):  # timm's own models, on the hub or not
+        return _mean_and_std(timm.get_pretrained_cfg(own).to_dict())
+    return _statistics_on_hub(name) if "/" in name else None
+
+
+@cache
+def _statistics_on_hub(name: str) -> Statistics | None:
+    for file in DESCRIBING:
+        # what cannot be fetched is reported when the weights are
+        with contextlib.suppress(OSError, ValueError):
+            folder = Path(hf_hub_download(name, file)).parent
+            if found := _statistics_of_folder(folder):
+                return found
+    return None
 
 
 def _statistics_of_file(source: Path) -> Statistics | None:
@@ -127,9 +143,12 @@ def _statistics_of_file(source: Path) -> Statistics | None:
 
 
 def _statistics_of_folder(folder: Path) -> Statistics | None:
-    file = folder / "config.json"
-    config = json.loads(file.read_text()) if file.is_file() else {}
-    return _mean_and_std(config.get("pretrained_cfg", {}))
+    """Those that timm or transformers has written into a model's folder."""
+    files = [folder / name for name in DESCRIBING]
+    timm_model, processor = (json.loads(f.read_text()) if f.is_file() else {} for f in files)
+    if "image_mean" in processor and "image_std" in processor:
+        return {key: tuple(processor[f"image_{key}"]) for key in ("mean", "std")}
+    return _mean_and_std(timm_model.get("pretrained_cfg", {}))
 
 
 def _mean_and_std(config: dict[str, Any]) -> Statistics | None:

@@ -117,7 +117,8 @@ class Grounding(Retrieval):
     """Weakly supervised grounding (RefCOCO+): trained as retrieval, evaluated by Grad-CAM.
 
     Evaluation logs `stage/accuracy`: the share of phrases for which the chosen box has an IoU of
-    at least 0.5 with the true one.
+    at least 0.5 with the true one. A phrase in whose image the detector found no box counts as
+    wrong.
 
     Args:
         block: layer whose cross-attention is used; 8 in the paper.
@@ -136,8 +137,11 @@ class Grounding(Retrieval):
         if (batch["labels"] < 0).all():  # padding that gives all ranks equally many examples
             return
         height, width = batch["size"].tolist()
-        chosen = choose_box(heat, (height, width), batch["candidates"])
-        self.accuracy.update(float(overlap(batch["box"], batch["candidates"][chosen]) >= 0.5))
+        found, boxes = False, batch["candidates"]
+        if len(boxes):
+            chosen = boxes[choose_box(heat, (height, width), boxes)]
+            found = overlap(batch["box"], chosen) >= 0.5
+        self.accuracy.update(float(found))
 
     def heat(self, batch: dict[str, Tensor]) -> Tensor:
         """Grad-CAM of each phrase over its image's patches, (B, rows, columns)."""

@@ -81,7 +81,13 @@ class MaskedImages:
             encoder = build_vision(architecture, 0, model_args, pretrained)
             return MaskedAutoencoder(encoder, mae_decoder(encoder, **decoder_args))
         with name_in_errors(architecture):
-            config = ViTMAEConfig.from_pretrained(architecture, **model_args)
+            described, _ = ViTMAEConfig.get_config_dict(architecture)
+        if described.get("model_type") != ViTMAEConfig.model_type:
+            raise ValueError(
+                f"{architecture} is no ViTMAE of transformers: give local-dir:{architecture} if it "
+                "is a folder of a timm model"
+            )
+        config = ViTMAEConfig.from_dict(described, **model_args)
         model = from_transformers(ViTMAEForPreTraining(config))
         if pretrained:  # without model_args, so that positions can be interpolated to another size
             with name_in_errors(architecture):

@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lightning_modules.backbones import classifiers
@@ -132,6 +134,12 @@ def _matched(model: nn.Module, modules: Mapping[str, nn.Module], pattern: str) -
     outputs, uncalled = _output_layers(model), uncalled_layers(model)
     if pattern == ALL:
         matched = [name for name, module in modules.items() if module not in outputs]
+        experts = [name for name, one in modules.items() if type(one).__name__.endswith("Experts")]
+        if experts:  # transformers' mixtures of experts: a tensor of all experts, no linear layers
+            rank_zero_warn(
+                f"the weights of {len(experts)} modules such as {experts[0]} stay as they are: each "
+                "holds several experts in one tensor, and VeRA adapts linear layers"
+            )
     else:
         matched = [name for name in modules if _fits(name, pattern)]
     for name in matched:
@@ -176,11 +184,19 @@ def _some(rows: list[range]) -> str:
     return shown + (", …" if len(rows) > 2 else "")
 
 
-def _output_layers(model: nn.Module) -> tuple[nn.Module | None, ...]:
-    """The output layer, none, or the two of timm's distilled models."""
-    if callable(method := getattr(model, "get_output_embeddings", None)):
-        return (method(),)
-    return classifiers(model) if hasattr(model, "get_classifier") else ()
+def _output_layers(model: Any) -> Sequence[nn.Module]:
+    """The output layer, none, or the two of timm's distilled models.
+
+    Of a classifier of transformers it is all that follows the model proper: a head may have layers.
+    """
+    if hasattr(model, "get_classifier"):
+        return classifiers(model)
+    if not isinstance(model, PreTrainedModel):
+        return ()
+    if (output := model.get_output_embeddings()) is not None:
+        return (output,)
+    base = set(model.base_model.modules())
+    return [module for module in model.modules() if module not in base]
 
 
 def query_and_value(model: nn.Module) -> list[str]:

@@ -104,6 +104,16 @@ def test_a_text_may_have_as_many_tokens_as_there_are_positions_for(kind, task, s
         model(**batch(longest + 1))
 
 
+@pytest.mark.parametrize("kind", ["deberta", "deberta-v2"])
+def test_a_model_of_relative_positions_takes_texts_of_any_length(kind):
+    relative = {"relative_attention": True, "position_biased_input": False}
+    relative |= {"pos_att_type": ["c2p", "p2c"], "norm_rel_ebd": "layer_norm"}
+    model = build_text(kind, "classification", {**SMALL, **relative}).eval()
+    ids = torch.randint(5, 50, (1, 80))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    assert model(**text_inputs(batch, model)).logits.isfinite().all()
+
+
 def test_tensor_parallelism_is_refused():
     mesh = {"tensor_parallel": types.SimpleNamespace(size=lambda: 2)}
     with pytest.raises(ValueError, match="tensor_parallel_size is 2, .* --trainer.strategy fsdp2"):

@@ -7,17 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from transformers import BertConfig, BertTokenizerFast
+from transformers import BertConfig, BertTokenizerFast, ViTImageProcessor
 
 from datamodules.tables import read_table
 from lightning_modules.optim import with_schedule
-from recipes import cli
+from recipes import agreement, cli
 from recipes.agreement import RANDOM, other_normalisation, weights_of
 from recipes.cli import expanded, parse
 from recipes.plan import files
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 TEXT = RECIPES / "vera" / "text.yaml"
+ADAPT = RECIPES / "self_distillation" / "images_adapt.yaml"
 FOLDER = RECIPES / "matformer" / "folder.yaml"
 
 
@@ -67,6 +68,29 @@ class TestNormalisation:
             for prefix in ("", "hf-hub:timm/")
         ]
         assert given[0] == given[1] and given[0][0][0] == pytest.approx(0.4815, abs=1e-4)
+
+    def test_a_model_of_the_hub_that_timm_does_not_list_says_its_own(self, monkeypatch, tmp_path):
+        statistics = {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
+        (tmp_path / "config.json").write_text(json.dumps({"pretrained_cfg": statistics}))
+        monkeypatch.setattr(agreement, "hf_hub_download", lambda name, file: tmp_path / file)
+        agreement._statistics_on_hub.cache_clear()
+        flags = ["--model.pretrained=true", "--model.architecture=hf-hub:somebody/vit"]
+        assert transform(*flags) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+
+    def test_what_the_hub_does_not_have_is_left_to_the_loading(self, monkeypatch):
+        def fails(name, file):
+            raise OSError("offline")
+
+        monkeypatch.setattr(agreement, "hf_hub_download", fails)
+        flags = ["--model.pretrained=true", "--model.architecture=hf-hub:somebody/other"]
+        assert transform(*flags)[0] == (0.5, 0.5, 0.5)
+
+    def test_a_folder_of_transformers_says_its_own(self, tmp_path):
+        ViTImageProcessor(image_mean=[0.1] * 3, image_std=[0.2] * 3).save_pretrained(tmp_path)
+        flags = ["--model.pretrained=true", f"--model.architecture={tmp_path}"]
+        flags += ["--data.mean=null", "--data.std=null"]
+        data = parse(ADAPT, overrides=flags).data.init_args
+        assert (data.mean, data.std) == ((0.1,) * 3, (0.2,) * 3)
 
     def test_another_than_the_weights_is_said_with_the_cure(self):
         said = other_normalisation(parse(FOLDER, overrides=[*self.weights, *self.other]))

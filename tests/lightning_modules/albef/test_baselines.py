@@ -63,6 +63,16 @@ def test_merged_tokens_are_refused_where_all_patches_are_needed():
         Repair(sizes=SIZES_16, queue_size=6, merged_tokens=3)
 
 
+def test_a_phrase_without_candidate_boxes_counts_as_wrong():
+    module = Grounding(sizes=SIZES_16, queue_size=6)
+    module.heat = lambda batch: torch.ones(1, 4, 4)
+    box = torch.tensor([0.0, 0.0, 8.0, 8.0])
+    batch = {"labels": torch.tensor([0]), "size": torch.tensor([16, 16]), "box": box}
+    module.score({**batch, "candidates": torch.tensor(())})
+    module.score({**batch, "candidates": box[None]})
+    assert module.accuracy.compute() == 0.5
+
+
 def test_merged_tokens_travel_with_a_checkpoint(tmp_path):
     module = Retrieval(sizes=SIZES_16, queue_size=6, merged_tokens=3)
     module.configure_model()

@@ -427,6 +427,8 @@ def test_a_folder_of_timm_gets_a_new_decoder(tmp_path):
     )
     new.configure_model()
     assert fingerprint(new.model.encoder.state_dict()) == fingerprint(encoder.state_dict())
+    with pytest.raises(ValueError, match=f"is no ViTMAE .*: give local-dir:{tmp_path} if it is a"):
+        Adaptation(str(tmp_path), pretrained=True).configure_model()
     with pytest.raises(ValueError, match=f"local-dir:{tmp_path} has no decoder"):
         Adaptation(f"local-dir:{tmp_path}", pretrained=True).configure_model()
 

@@ -23,6 +23,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
+from lightning_modules.backbones import build_text
 from lightning_modules.tuning import trainable
 from lightning_modules.vera import add_vera, lora_factors, merge, strip, unmerge
 from lightning_modules.vera.vera import layers_of, projections_of, vectors_of
@@ -484,6 +485,27 @@ def test_all_linear_leaves_the_head():
     assert {n.rpartition(".")[2] for n in layers_of(model)} == {"c_attn", "c_proj", "c_fc"}
     add_vera(distilled, 4, "all-linear")
     assert {n.rpartition(".")[2] for n in layers_of(distilled)} == {"qkv", "proj", "fc1", "fc2"}
+
+
+def test_all_linear_says_that_it_leaves_mixtures_of_experts():
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    with torch.device("meta"):
+        model = build_text("mixtral", "causal", sizes)
+    with pytest.warns(UserWarning, match="of 2 modules such as model.layers.0.mlp.experts stay"):
+        add_vera(model, 4, "all-linear")
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert"])
+def test_all_linear_leaves_the_classifier_of_transformers(kind):
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 50}
+    sizes |= {"num_attention_heads": 2}
+    if kind == "distilbert":
+        sizes = {"dim": 16, "hidden_dim": 32, "n_layers": 1, "n_heads": 2, "vocab_size": 50}
+    model = build_text(kind, "classification", sizes)
+    before = {n for n, m in model.base_model.named_modules() if type(m) is nn.Linear}
+    add_vera(model, 4, "all-linear")
+    assert set(layers_of(model)) == {f"{model.base_model_prefix}.{name}" for name in before}
 
 
 @pytest.mark.parametrize(
