@@ -137,8 +137,8 @@ def _matched(model: nn.Module, modules: Mapping[str, nn.Module], pattern: str) -
         experts = [name for name, one in modules.items() if type(one).__name__.endswith("Experts")]
         if experts:  # transformers' mixtures of experts: a tensor of all experts, no linear layers
             rank_zero_warn(
-                f"the weights of {len(experts)} modules such as {experts[0]} stay as they are: each "
-                "holds several experts in one tensor, and VeRA adapts linear layers"
+                f"the weights of {len(experts)} modules such as {experts[0]} stay as they are: "
+                "each holds several experts in one tensor, and VeRA adapts linear layers"
             )
     else:
         matched = [name for name in modules if _fits(name, pattern)]

@@ -73,8 +73,8 @@ def add_vera(
         rank: r; VeRA's are larger than LoRA's (256 or 1024 in the paper).
         targets: the last parts of the layers' dotted names, with wildcards: "query",
             ["query", "value"], "blocks.*.attn.proj"; or "all-linear" for all but the output
-            head or classifier. Slices of a fused projection follow a colon: "c_attn:q,v" for two thirds of
-            [q | k | v], "gate_up_proj:0of2" for the first of two equal blocks. A mapping
+            head or classifier. Slices of a fused projection follow a colon: "c_attn:q,v" for two
+            thirds of [q | k | v], "gate_up_proj:0of2" for the first of two equal blocks. A mapping
             {"c_attn": ["q", "v"]} is equivalent.
         d_init: initial value of every entry of d.
         seed: of the random draw of A and B.
