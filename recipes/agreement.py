@@ -111,8 +111,9 @@ def _statistics(architecture: str) -> Statistics | None:
     if folder.is_dir():
         return _statistics_of_folder(folder)
     name = architecture.removeprefix("hf-hub:")
-    if timm.is_model(own := name.removeprefix("timm/")):  # timm's own models, on the hub or not
-        return _mean_and_std(timm.get_pretrained_cfg(own).to_dict())
+    listed = timm.get_pretrained_cfg(name.removeprefix("timm/"))  # on the hub or not
+    if listed is not None:
+        return _mean_and_std(listed.to_dict())
     return _statistics_on_hub(name) if "/" in name else None
 
 
