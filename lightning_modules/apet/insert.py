@@ -20,11 +20,10 @@ from lightning_modules.apet.layer import (
     TunedLinear,
     give_rows,
     initial_values,
-    is_sampled,
-    pattern_of,
     tuned_class,
 )
 from lightning_modules.apet.placement import OPERATIONS, Operation, Placement, draw
+from lightning_modules.apet.product import is_sampled, pattern_of
 from lightning_modules.apet.prompt import add_prompt, remove_prompt
 from lightning_modules.layouts import shape_of
 

@@ -5,20 +5,15 @@ APET (arXiv 2306.02320), Section 5.1. A linear layer f becomes
     h_out = f(h_in) + α·h_in·W_3·W_4 + σ(f(h_in)·W_5 + b_5)·W_6 + b_6
 
 where f has trainable elements added to its weight and bias (ADD), W_3 and W_4 are the factors of
-CONCAT, and W_5 and W_6 the adapter of PLUG. Any other module, such as a norm or an embedding,
-computes with its parameters plus their trainable elements; a norm may get a bias as well. All added
-terms start at zero.
-
-Element-wise tuning needs ∂L/∂W at a few thousand positions, and a dense gradient costs half as much
-as the rest of the layer's computation. `_TunedLinear` computes it at those positions only, as
-Σ_t g_ti·x_tj, where that is cheaper. W plus its elements is recomputed in the backward pass instead
-of saved, and so are most inputs (recompute.py).
+CONCAT, and W_5 and W_6 the adapter of PLUG. product.py computes it. Any other module, such as a
+norm or an embedding, computes with its parameters plus their trainable elements; a norm may get a
+bias as well. All added terms start at zero. Most inputs are recomputed in the backward pass instead
+of saved (recompute.py).
 """
 
 import functools
 import hashlib
 import math
-import warnings
 from typing import Any
 
 import numpy as np
@@ -29,16 +24,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from lightning_modules.apet.product import TunedProduct, add_at
 from lightning_modules.apet.recompute import recompute_instead_of_saving
-from lightning_modules.layouts import is_layer_norm
-from lightning_modules.modes import precise
-
-# upper bound of the cost of one element of a sampled product, in elements of a dense product, which
-# uses the processor's cache better
-SAMPLE_COST = 12
-# device types on which torch can compute single elements of a product
-SAMPLED_DEVICES = ("cpu", "cuda")
-warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+from lightning_modules.layouts import is_layer_norm, shape_of
 
 
 class Tuned(nn.Module):
@@ -83,48 +71,36 @@ class TunedLinear(Tuned):
 
     def output(self, x: Tensor) -> Tensor:
         """h_out (…, out) of an input x (…, in), in the type of x."""
-        transposed = isinstance(self, Conv1D)  # the weight is (in, out)
-        weight: Any = self._parameters["weight"]
         values = self._parameters.get("apet_add_weight")
-        index = self._buffers.get("apet_index_weight")
+        names = ("apet_index_weight", "apet_starts_weight", "apet_columns_weight")
+        elements = [values, *(self._buffers.get(name) for name in names)]
+        weight: Any = self._parameters["weight"]
+        if elements[1] is None:
+            weight, elements[0] = self.tuned("weight"), None
         bias: Tensor | None = self._parameters.get("apet_bias")
         if bias is None and self._parameters.get("bias") is not None:
             bias = self.tuned("bias")
-        bias = None if bias is None else bias.to(x.dtype)
-        if values is not None and index is not None:
-            pattern = [self._buffers.get(f"apet_{name}_weight") for name in ("starts", "columns")]
-            y = _TunedLinear.apply(x, weight, bias, values, index, *pattern, transposed)
-        else:
-            weight = self.tuned("weight").to(x.dtype)
-            y = F.linear(x, weight.T if transposed else weight, bias)
-        output = y
-        if "apet_w4" in self._parameters:
-            w3, w4 = self.terms()
-            output = _add_product(output, F.linear(x, w3.to(x.dtype)), w4, self.apet_scale)
-        if "apet_w6" in self._parameters:
-            w5, b5, w6, b6 = self.neurons()
-            hidden = _DownProjection.apply(y, w5.to(y.dtype), x, bias, self)
-            if b5 is not None:
-                hidden = hidden + b5.to(y.dtype)
-            output = _add_product(output, F.gelu(hidden), w6)
-            if b6 is not None:
-                output = output + b6.to(y.dtype)
-        return output
+        terms = [bias, *self.terms(), *self.neurons()]
+        terms = [None if term is None else term.to(x.dtype) for term in terms]
+        transposed = isinstance(self, Conv1D)
+        output = TunedProduct.apply(x, weight, *terms, *elements, self.apet_scale, transposed)
+        b6 = self._parameters.get("apet_b6")
+        return output if b6 is None else output + b6.to(x.dtype)
 
     def terms(self) -> tuple[Tensor, Tensor]:
         """The factors of CONCAT: W_3 transposed, (r, in), and W_4 (r, out)."""
         return _rows(self, "w3"), _rows(self, "w4")
 
-    def neurons(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        """The adapter of PLUG: W_5 transposed, (w, out), b_5 (w,), W_6 (w, out), and b_6 (out,).
+    def neurons(self) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The adapter of PLUG: W_5 transposed, (w, out), b_5 (w,), and W_6 (w, out).
 
-        A bias of which no element is trained is None: it is zero.
+        b_5 is None if no element of it is trained: it is zero.
         """
         w5 = _rows(self, "w5")
         b5: Tensor | None = self._parameters.get("apet_b5")
         if b5 is not None and len(b5) < len(w5):
             b5 = F.pad(b5, (0, len(w5) - len(b5)))
-        return w5, b5, _rows(self, "w6"), self._parameters.get("apet_b6")
+        return w5, b5, _rows(self, "w6")
 
 
 class TunedEmbedding(Tuned):
@@ -169,135 +145,6 @@ class _ScatterAdd(torch.autograd.Function):
         (index,) = ctx.saved_tensors
         base = grad if ctx.needs_input_grad[0] else None
         return base, grad.flatten()[index].float(), None
-
-
-class _TunedLinear(torch.autograd.Function):
-    """x (W + Δ)ᵀ, or x (W + Δ) where W is (in, out), with a sparse Δ; W gets no gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        values: Tensor,
-        index: Tensor,
-        starts: Tensor | None,
-        columns: Tensor | None,
-        transposed: bool,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, values, index, starts, columns)
-        ctx.transposed = transposed
-        full = add_at(weight, values, index).to(x.dtype)
-        y = F.linear(x, full.T if transposed else full, bias)
-        return torch.ops.aten._unsafe_view(y, y.shape)  # a view could not be changed in place
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, values, index, starts, columns = ctx.saved_tensors
-        grad_x = grad_bias = grad_values = None
-        if ctx.needs_input_grad[0]:
-            full = add_at(weight, values, index).to(grad.dtype)
-            grad_x = grad @ (full.T if ctx.transposed else full)
-        if ctx.needs_input_grad[2]:
-            grad_bias = grad.flatten(0, -2).sum(0)
-        if ctx.needs_input_grad[3]:
-            # the gradient of the weight is leftᵀ · right
-            left, right = (x, grad) if ctx.transposed else (grad, x)
-            left, right = left.flatten(0, -2), right.flatten(0, -2)
-            pattern = None if starts is None else (starts, columns)
-            grad_values = product_elements(left, right, index, weight.shape[1], pattern)
-            grad_values = grad_values.to(values.dtype)
-        return grad_x, None, grad_bias, grad_values, None, None, None, None
-
-
-class _DownProjection(torch.autograd.Function):
-    """The adapter's y W_5ᵀ of a linear layer's output y = x Wᵀ + b, without saving y.
-
-    ∂L/∂W_5 = gᵀ y = (gᵀ x) Wᵀ + (Σ_t g_t) bᵀ, which is cheap because gᵀ x has few rows.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, w5: Tensor, x: Tensor, bias: Tensor | None, layer: TunedLinear
-    ) -> Tensor:
-        ctx.save_for_backward(w5, x, bias)
-        ctx.layer = layer
-        return F.linear(y, w5)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        w5, x, bias = ctx.saved_tensors
-        grad_w5 = None
-        if ctx.needs_input_grad[1]:
-            weight = ctx.layer.tuned("weight").to(grad.dtype)
-            rows = grad.flatten(0, -2)
-            grad_w5 = rows.T @ x.flatten(0, -2)
-            grad_w5 = grad_w5 @ (weight if isinstance(ctx.layer, Conv1D) else weight.T)
-            if bias is not None:
-                grad_w5 = grad_w5 + rows.sum(0)[:, None] * bias
-        return grad @ w5, grad_w5, None, None, None
-
-
-def add_at(base: Tensor, values: Tensor, index: Tensor) -> Tensor:
-    """A copy of a parameter with values added at flat indices, summed in at least float32."""
-    full = base.clone(memory_format=torch.contiguous_format)
-    flat = full.view(-1)
-    if base.dtype == values.dtype:
-        flat.index_add_(0, index, values)
-    else:
-        dtype = torch.promote_types(base.dtype, values.dtype)
-        flat[index] = (flat[index].to(dtype) + values).to(base.dtype)
-    return full
-
-
-def _add_product(y: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
-    """y (…, out) + scale · left (…, r) · right (r, out), in the type of y, as one operation."""
-    rows, factor = y.flatten(0, -2), left.flatten(0, -2)
-    return torch.addmm(rows, factor, right.to(y.dtype), alpha=scale).view(y.shape)
-
-
-def is_sampled(count: int, size: int) -> bool:
-    """Whether that many elements of a product of `size` elements are few enough to be sampled."""
-    return count * SAMPLE_COST < size
-
-
-def pattern_of(index: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Where each row starts (rows + 1,) among ascending flat indices (n,), and their columns (n,).
-
-    This is the compressed form (CSR) of `product_elements`' positions, which never change.
-    """
-    first = torch.arange(rows + 1, device=index.device) * columns
-    return torch.searchsorted(index, first), index % columns
-
-
-def product_elements(
-    left: Tensor,
-    right: Tensor,
-    index: Tensor,
-    columns: int,
-    pattern: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """The elements (n,) of leftᵀ · right at flat indices, in at least float32 where they are few.
-
-    Args:
-        left: (T, rows).
-        right: (T, columns).
-        index: (n,), row · columns + column, ascending.
-        columns: number of columns of the product.
-        pattern: `pattern_of` the index; computed when None.
-    """
-    rows = left.shape[1]
-    if not is_sampled(len(index), rows * columns) or left.device.type not in SAMPLED_DEVICES:
-        return (left.T @ right).flatten()[index]
-    left, right = precise(left), precise(right)  # sampled_addmm has no 16-bit types
-    starts, cols = pattern_of(index, rows, columns) if pattern is None else pattern
-    zeros = torch.sparse_csr_tensor(
-        starts, cols, left.new_zeros(len(index)), (rows, columns), check_invariants=False
-    )
-    return torch.sparse.sampled_addmm(zeros, left.T.contiguous(), right, beta=0.0).values()
 
 
 @functools.cache
@@ -367,8 +214,11 @@ def give_rows(
 
 
 def _rows(layer: Any, name: str) -> Tensor:
-    """A matrix of `give_rows`, from its trainable and its fixed elements."""
+    """A matrix of `give_rows`, from its trainable and its fixed elements; without rows if none."""
     trained, rest = layer._parameters.get(f"apet_{name}"), layer._buffers.get(f"apet_{name}_rest")
     parts = [part for part in (trained, rest) if part is not None]
+    if not parts:
+        outputs, inputs = shape_of(layer)
+        return layer._parameters["weight"].new_empty(0, inputs if name == "w3" else outputs)
     flat = parts[0] if len(parts) == 1 else torch.cat(parts)
     return flat.view(-1, layer.apet_widths[name])

@@ -42,8 +42,8 @@ from lightning_modules.apet import (
     strip,
     tunables,
 )
-from lightning_modules.apet.layer import product_elements
 from lightning_modules.apet.placement import Placement, linear_layers
+from lightning_modules.apet.product import product_elements
 from lightning_modules.apet.prompt import add_prompt
 from lightning_modules.layouts import shape_of
 from lightning_modules.tuning import tune
@@ -732,11 +732,11 @@ def test_sampled_and_dense_gradients_agree():
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(50, n, generator=generator, dtype=torch.float64) for n in (30, 40))
     index = torch.randperm(1200, generator=generator)[:1000].sort().values
-    few = torch.cat([product_elements(left, right, piece, 40) for piece in index.split(20)])
+    few = torch.cat([product_elements(left, right, 40, piece) for piece in index.split(20)])
     torch.testing.assert_close(few, (left.T @ right).flatten()[index])
-    torch.testing.assert_close(product_elements(left, right, index, 40), few)
+    torch.testing.assert_close(product_elements(left, right, 40, index), few)
     left, right = left.bfloat16(), right.bfloat16()
-    few = product_elements(left, right, index[:20], 40)
+    few = product_elements(left, right, 40, index[:20])
     assert few.dtype == torch.float32
     torch.testing.assert_close(few, (left.float().T @ right.float()).flatten()[index[:20]])
 
