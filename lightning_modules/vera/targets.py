@@ -4,12 +4,12 @@ A target is the last parts of a layer's dotted name, with wildcards, and after a
 of a fused layer: "query", "blocks.*.attn.proj", "c_attn:q,v", "gate_up_proj:0of2".
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -136,9 +136,10 @@ def _matched(model: nn.Module, modules: Mapping[str, nn.Module], pattern: str) -
         matched = [name for name, module in modules.items() if module not in outputs]
         experts = [name for name, one in modules.items() if type(one).__name__.endswith("Experts")]
         if experts:  # transformers' mixtures of experts: a tensor of all experts, no linear layers
-            rank_zero_warn(
+            warnings.warn(
                 f"the weights of {len(experts)} modules such as {experts[0]} stay as they are: "
-                "each holds several experts in one tensor, and VeRA adapts linear layers"
+                "each holds several experts in one tensor, and VeRA adapts linear layers",
+                stacklevel=2,
             )
     else:
         matched = [name for name in modules if _fits(name, pattern)]
