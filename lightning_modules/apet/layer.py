@@ -137,7 +137,7 @@ class _ScatterAdd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, base: Tensor, values: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(index)
-        return add_at(base, values, index)
+        return add_at(base, values, index, base.dtype)
 
     @staticmethod
     @once_differentiable

@@ -9,7 +9,8 @@ As one function it reads x, W and the output's gradient once for all terms, and 
 
 Element-wise tuning (Δ) needs ∂L/∂W at a few thousand positions, and a dense gradient costs half as
 much as the rest of the layer's computation. `product_elements` computes it at those positions only,
-as Σ_t g_ti·x_tj, where that is cheaper. W + Δ is recomputed in the backward pass instead of saved.
+as Σ_t g_ti·x_tj, where that is cheaper. W + Δ is recomputed in the backward pass instead of saved,
+unless it is of another type than W.
 """
 
 import warnings
@@ -66,7 +67,8 @@ class TunedProduct(torch.autograd.Function):
         transposed: bool,
     ) -> Tensor:
         inputs = x.reshape(-1, x.shape[-1])
-        y = F.linear(inputs, _full(weight, values, index, transposed).to(x.dtype), bias)
+        full = add_at(weight, values, index, x.dtype)
+        y = F.linear(inputs, full.T if transposed else full, bias)
         right, left, hidden = torch.cat([w4, w6]), None, None
         if len(right):
             hidden = F.linear(y, w5, b5)
@@ -74,8 +76,10 @@ class TunedProduct(torch.autograd.Function):
             y.addmm_(left, right)
         # x is large, and b, W_4 and W_6 do not need it
         kept = x if any(ctx.needs_input_grad[place] for place in (1, 3, 5, 8)) else None
+        # under autocast torch, too, saves a layer's weight in the type of x
+        cast = full if full.dtype != weight.dtype else None
         ctx.save_for_backward(
-            *(kept, weight, bias, w3, w5, left, right, hidden, values, index, starts, columns)
+            *(kept, weight, cast, bias, w3, w5, left, right, hidden, values, index, starts, columns)
         )
         ctx.shape, ctx.scale, ctx.transposed = x.shape, scale, transposed
         y = y.view(*x.shape[:-1], y.shape[1])
@@ -84,7 +88,7 @@ class TunedProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, w3, w5, left, right, hidden, values, *positions = ctx.saved_tensors
+        x, weight, full, bias, w3, w5, left, right, hidden, values, *positions = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *needs = ctx.needs_input_grad[:9]
         needs_w3, needs_w4, needs_w5, needs_b5, needs_w6, needs_values = needs
         grad = grad.reshape(-1, grad.shape[-1])
@@ -101,7 +105,8 @@ class TunedProduct(torch.autograd.Function):
             of_y = torch.addmm(grad, of_hidden, w5)
         of_x = of_weight = of_bias = of_w3 = of_w4 = of_w5 = of_b5 = of_w6 = of_values = None
         if needs_x or needs_w5:
-            full = _full(weight, values, positions[0], ctx.transposed).to(grad.dtype)
+            full = add_at(weight, values, positions[0], grad.dtype) if full is None else full
+            full = full.T if ctx.transposed else full
         if needs_x:
             of_x = of_y @ full
             if len(w3):
@@ -130,21 +135,20 @@ class TunedProduct(torch.autograd.Function):
         return *given, None, None, None, None, None
 
 
-def _full(weight: Tensor, values: Tensor | None, index: Tensor | None, transposed: bool) -> Tensor:
-    """W + Δ, (out, in)."""
-    full = weight if values is None or index is None else add_at(weight, values, index)
-    return full.T if transposed else full
+def add_at(base: Tensor, values: Tensor | None, index: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A parameter with values added at flat indices, in a type; summed in at least float32.
 
-
-def add_at(base: Tensor, values: Tensor, index: Tensor) -> Tensor:
-    """A copy of a parameter with values added at flat indices, summed in at least float32."""
-    full = base.clone(memory_format=torch.contiguous_format)
-    flat = full.view(-1)
-    if base.dtype == values.dtype:
-        flat.index_add_(0, index, values)
+    Without values it is the parameter itself where that is of the type already.
+    """
+    if values is None or index is None:
+        return base.to(dtype)
+    full = base.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    if full.dtype == base.dtype == values.dtype:
+        full.view(-1).index_add_(0, index, values)
     else:
-        dtype = torch.promote_types(base.dtype, values.dtype)
-        flat[index] = (flat[index].to(dtype) + values).to(base.dtype)
+        chosen = base.flatten()[index]
+        chosen = chosen.to(torch.promote_types(base.dtype, values.dtype)) + values
+        full.view(-1)[index] = chosen.to(dtype)
     return full
 
 
