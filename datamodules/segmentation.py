@@ -1,7 +1,7 @@
 """Semantic segmentation: ADE20K's scene parsing benchmark, and datasets in its format.
 
     ADEChallengeData2016/objectInfo150.txt                      the classes, from 1
-    ADEChallengeData2016/images/{training,validation}/*.jpg
+    ADEChallengeData2016/images/{training,validation}/*.jpg    (or .png, .tif, …)
     ADEChallengeData2016/annotations/{training,validation}/*.png
 
 A pixel of an annotation is a class from 1, or 0 for "other", which is neither trained on nor
@@ -19,6 +19,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision import tv_tensors
+from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
 from datamodules.images import read_image
@@ -122,6 +123,21 @@ class SegmentationData(SceneData):
     def class_names(self) -> list[str]:
         return read_classes(self.folder / CLASSES)
 
+    @property
+    def num_classes(self) -> int:
+        """The number of classes.
+
+        Raises:
+            ValueError: there is one class only, which would be every pixel's: 0 is not learned.
+        """
+        if len(self.class_names) == 1:
+            raise ValueError(
+                f"{self.folder / CLASSES} has one class only, {self.class_names[0]!r}, expected "
+                "two or more: pixels of 0 count nowhere, so give the background a number and a "
+                "line of its own."
+            )
+        return len(self.class_names)
+
     def pairs(self, part: str) -> list[tuple[Path, Path]]:
         return list_pairs(self.folder, PARTS["train" if part == "train" else "val"])
 
@@ -199,11 +215,11 @@ def list_pairs(folder: Path, part: str) -> list[tuple[Path, Path]]:
         FileNotFoundError: there are no images, or one has no annotation.
     """
     files = (folder / "images" / part).glob("*")
-    images = sorted(file for file in files if file.suffix.lower() == ".jpg")
+    images = sorted(file for file in files if file.suffix.lower() in IMG_EXTENSIONS)
     if not images:
         raise FileNotFoundError(
-            f"{folder / 'images' / part} has no .jpg files, expected ADE20K's images there: set "
-            f"--data.root to the folder {NAME}."
+            f"{folder / 'images' / part} has no images (known are {', '.join(IMG_EXTENSIONS)}), "
+            f"expected ADE20K's there: set --data.root to the folder {NAME}."
         )
     labels = folder / "annotations" / part
     pairs = [(image, labels / f"{image.stem}.png") for image in images]

@@ -31,6 +31,18 @@ def test_files_are_as_the_benchmark_has_them(folder):
         assert (folder / name).read_bytes() == (again / name).read_bytes()
 
 
+def test_pictures_of_every_format_are_used(tmp_path):
+    folder = write_ade20k(tmp_path, train=3, val=1, size=24)
+    images = folder / "images" / "training"
+    for number, ending in ((1, "png"), (2, "jpeg")):
+        file = images / f"ADE_train_{number:08d}.jpg"
+        Image.open(file).save(file.with_suffix(f".{ending}"))
+        file.unlink()
+    samples = data(folder).samples("train")
+    assert [image.suffix for image, _ in samples.pairs] == [".png", ".jpeg", ".jpg"]
+    assert all(samples[place][0].shape == (3, 32, 32) for place in range(3))
+
+
 def test_zero_is_ignored_and_classes_move_down(folder):
     samples = data(folder).samples("val")
     _, labels = samples.read(0)
@@ -126,9 +138,12 @@ def test_what_is_wrong_is_named(folder, tmp_path):
     label.unlink()
     with pytest.raises(FileNotFoundError, match="ADE_train_00000001.png is missing, the annot"):
         data(broken).samples("train")
-    with pytest.raises(FileNotFoundError, match="has no .jpg files"):
+    with pytest.raises(FileNotFoundError, match="validation has no images .known are .jpg, "):
         (broken / "images/validation/ADE_valid_00000001.jpg").unlink()
         data(broken).samples("val")
+    (broken / "objectInfo150.txt").write_text("Idx\tName\n1\twall\n")
+    with pytest.raises(ValueError, match="one class only, 'wall', expected .* give the background"):
+        data(broken).num_classes  # noqa: B018
     (broken / "objectInfo150.txt").write_text("Idx\tName\n1\twall\n3\tsky\n")
     with pytest.raises(ValueError, match="line 3: the class's number is '3', expected 2"):
         read_classes(broken / "objectInfo150.txt")
