@@ -10,6 +10,7 @@ training target; in evaluation, COCO's rules ignore detections in it.
 
 import json
 import random
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -220,6 +221,14 @@ def read_coco(folder: Path, part: str) -> tuple[list[str], list[Annotated]]:
     for table, keys in KEYS.items():
         for place, entry in enumerate(content[table]):
             require_keys(f"{path}, {table}", place, entry, keys)
+    for table in ("images", "categories"):
+        ids = [entry["id"] for entry in content[table]]
+        if len(set(ids)) < len(ids):  # as in files that were merged
+            twice = Counter(ids).most_common(1)[0][0]
+            raise ValueError(
+                f"{path}: two {table} have the id {twice}, so that annotations of it may be of "
+                "either: give each its own id, and its annotations the same."
+            )
     categories = sorted(content["categories"], key=lambda category: category["id"])
     classes = {category["id"]: place for place, category in enumerate(categories)}
     found: dict[int, list[dict]] = {image["id"]: [] for image in content["images"]}

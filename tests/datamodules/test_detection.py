@@ -192,6 +192,17 @@ def test_entries_without_what_they_need_are_named(folder, tmp_path):
             read_coco(tmp_path, "val2017")
 
 
+@pytest.mark.parametrize(("table", "number"), [("images", 1), ("categories", 3)])
+def test_ids_that_are_given_twice_are_named(folder, tmp_path, table, number):
+    """Files that were merged have them: each image would get the boxes of both."""
+    path = edited(folder, tmp_path) / "annotations" / "instances_val2017.json"
+    content = json.loads(path.read_text())
+    content[table].append(next(one for one in content[table] if one["id"] == number))
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"two {table} have the id {number}, so .* its own id"):
+        read_coco(tmp_path, "val2017")
+
+
 def test_pictures_of_another_size_than_was_annotated_are_named(folder, tmp_path):
     copy = edited(folder, tmp_path)
     (copy / "val2017").unlink()
