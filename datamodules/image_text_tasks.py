@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from datamodules.captions import plain, texts_of
 from datamodules.image_text import ImageTextData
@@ -63,7 +64,7 @@ class EntailmentData(ImageTextData):
                 f"{file} has the entry {str(entry)[:80]!r}, expected a sentence and a label of "
                 f"{', '.join(RELATIONS)}: remove or correct it."
             )
-        if Path(image).suffix.lower() not in (".jpg", ".jpeg", ".png"):
+        if Path(image).suffix.lower() not in IMG_EXTENSIONS:
             png = self.path(f"{image}.png").is_file()
             image += ".png" if png else ".jpg"
         return Judged(image, text, RELATIONS.index(label))
@@ -239,12 +240,14 @@ def vqa_scores(answers: tuple[str, ...]) -> dict[str, float]:
     """VQA's accuracy of every answer that people gave (Antol et al., 2015).
 
     It is min(number of people with this answer / 3, 1), averaged over leaving out each person.
+    Where fewer than three are left, all of them are needed instead of three.
     """
     counts, people = Counter(plain(answer) for answer in answers), len(answers)
+    needed = max(min(people - 1, 3), 1)
     scores = {}
     for answer in dict.fromkeys(answers):
         same = counts[plain(answer)]
-        total = same * min(max(same - 1, 0) / 3, 1) + (people - same) * min(same / 3, 1)
+        total = same * min((same - 1) / needed, 1) + (people - same) * min(same / needed, 1)
         # a single answer (Visual Genome's) counts as right
         scores[answer] = total / people if people > 1 else 1.0
     return scores

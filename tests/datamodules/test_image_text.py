@@ -120,6 +120,10 @@ def test_entailment(folder, tmp_path):
     official = EntailmentData(root=str(tmp_path), tokenizer=str(folder / "tokenizer"), **SMALL)
     assert [(e.image, e.label) for e in official.entries("val")] == [("123.jpg", 1), ("123.jpg", 2)]
     assert official.entries("val")[0].text == "it\u2028rains"
+    Image.new("RGB", (8, 8)).save(tmp_path / "own.webp")
+    own = [{"image": "own.webp", "sentence": "it rains", "label": "neutral"}]
+    (tmp_path / "ve_test.json").write_text(json.dumps(own))
+    assert [entry.image for entry in official.entries("test")] == ["own.webp"]
 
 
 def test_questions_and_their_answers(folder):
@@ -147,6 +151,15 @@ def test_vqa_accuracy_by_hand():
     assert scores["blue"] == pytest.approx((0 + 9 * 1 / 3) / 10)
     assert scores["dark red"] == 1.0
     assert vqa_scores(("yes",)) == {"yes": 1.0}
+
+
+@pytest.mark.parametrize("people", range(1, 12))
+def test_what_all_people_answer_is_right_however_few_they_are(people):
+    assert vqa_scores(("yes",) * people) == {"yes": 1.0}
+
+
+def test_of_two_people_who_disagree_both_are_half_right():
+    assert vqa_scores(("yes", "no")) == {"yes": 0.5, "no": 0.5}
 
 
 def test_a_rank_that_is_filled_up_says_so(folder):
