@@ -54,7 +54,8 @@ def build_vision(
         `model_args` add to the files' model, such as a pooling with weights, is not among them.
 
     Raises:
-        ValueError: if timm has no such model or weights of it, or refuses an argument.
+        ValueError: if timm has no such model or weights of it, or refuses an argument; or for
+            weights of a folder that only its own load.py can load.
         OSError: if there is no such folder, or the hub does not answer.
     """
     folder = architecture.removeprefix("local-dir:")
@@ -63,6 +64,8 @@ def build_vision(
             f"architecture {architecture}: {Path(folder).absolute()} has no config.json; a folder "
             "that timm wrote is expected (`make weights` makes those under weights/)"
         )
+    if pretrained:
+        _refuse_own_loader(folder)
     if ":" not in architecture and not timm.is_model(architecture):
         near = difflib.get_close_matches(architecture, timm.list_models(), n=5)
         raise ValueError(
@@ -81,6 +84,22 @@ def build_vision(
     if pretrained:
         model.at_random = _new_classifier(model)  # type: ignore[assignment]
     return model
+
+
+def _refuse_own_loader(folder: str) -> None:
+    """Refuse the weights of an exported folder that its library alone cannot load.
+
+    timm and transformers would build its parent and leave at random what does not fit.
+
+    Raises:
+        ValueError: naming the folder, and what to give instead.
+    """
+    if Path(folder, "load.py").is_file() and Path(folder, "manifest.json").is_file():
+        raise ValueError(
+            f"architecture {folder} has a load.py, without which its weights cannot be loaded: "
+            "give the architecture and model_args that it was made of, and, if it is of low rank, "
+            f"--model.init_from {folder}"
+        )
 
 
 def _new_classifier(model: Any) -> frozenset[str]:
@@ -125,8 +144,8 @@ def build_text(
 
     Raises:
         OSError: if there is no such name or folder.
-        ValueError: if `pretrained` is set for a model type, which has no weights, or `quantize`
-            without `pretrained`.
+        ValueError: if `pretrained` is set for a model type, which has no weights, or for a folder
+            that only its own load.py can load; or `quantize` without `pretrained`.
     """
     auto_class = TEXT_TASKS[task]
     if not pretrained:
@@ -147,6 +166,7 @@ def build_text(
             f"{architecture!r} is a model type and has no weights: give a hub name or a folder as "
             "architecture, or pretrained: false"
         )
+    _refuse_own_loader(architecture)
     loading: dict[str, Any] = {"dtype": torch.float32}
     if quantize:
         quantization = transformers.BitsAndBytesConfig(

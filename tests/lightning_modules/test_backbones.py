@@ -8,6 +8,8 @@ import torch
 from timm.models import save_for_hf
 
 from lightning_modules.backbones import build_text, build_vision, data_parallel, text_inputs
+from lightning_modules.pela import factorize
+from lightning_modules.standalone import save
 
 TINY = {"img_size": 28, "embed_dim": 32, "depth": 2, "num_heads": 2}
 
@@ -38,6 +40,16 @@ class TestLocalFolder:
         save_for_hf(model, tmp_path, model_args={**TINY, "num_classes": 0}, safe_serialization=True)
         loaded = build_vision(f"local-dir:{tmp_path}", 0, {})
         assert not torch.equal(loaded.patch_embed.proj.weight, model.patch_embed.proj.weight)
+
+    def test_one_that_only_its_own_loader_loads_is_refused(self, tmp_path):
+        """timm would leave all low-rank layers at random, since the classes differ."""
+        model = timm.create_model("vit_small_patch14_dinov2", num_classes=5, **TINY)
+        factorize(model, 2.0)
+        save(model, tmp_path)
+        with pytest.raises(ValueError, match=rf"has a load.py, .* --model.init_from {tmp_path}"):
+            build_vision(f"local-dir:{tmp_path}", 7, {}, pretrained=True)
+        with pytest.raises(ValueError, match="has a load.py"):
+            build_text(str(tmp_path), "causal", {}, pretrained=True)
 
     def test_a_missing_folder_is_said_with_the_cure(self, tmp_path):
         with pytest.raises(FileNotFoundError, match=r"nowhere has no config\.json.*make weights"):
