@@ -146,7 +146,8 @@ class VQAData(ImageTextData):
                     f"{file} has none of the {len(given)} answers of the validation questions, "
                     f"such as {min(given)!r}: give the list that belongs to these questions."
                 )
-            self._candidates = candidates
+            # of an answer that is listed twice only one place would get its score
+            self._candidates = list(dict.fromkeys(candidates))
         return self._candidates
 
     def describe(self) -> dict[str, Any]:

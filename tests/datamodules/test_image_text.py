@@ -348,6 +348,13 @@ def test_answer_lists_without_the_answers(folder, tmp_path):
         data.entries("train")
 
 
+def test_an_answer_that_is_listed_twice_is_one_candidate(folder, tmp_path):
+    answers = json.loads((folder / "answer_list.json").read_text())
+    (tmp_path / "list.json").write_text(json.dumps([*answers, *answers]))
+    data = VQAData(root=str(folder), answer_list=str(tmp_path / "list.json"))
+    assert data.candidates == answers
+
+
 def test_boxes_of_another_version_are_said(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "copy")
     (tmp_path / "copy" / "refcoco+" / "dets.json").write_text("{}")
