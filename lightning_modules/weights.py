@@ -1,5 +1,6 @@
 """Loads initial weights into a model, and logs which tensors fitted and which did not."""
 
+import argparse
 import hashlib
 import logging
 import math
@@ -54,7 +55,8 @@ def read_state_dict(source: str | Path, model: nn.Module | None = None) -> dict[
     Args:
         source: a Lightning checkpoint (the "model." prefix of its names is dropped), a file saved
             by torch.save (a state_dict, or one under "state_dict" or "model"), a safetensors file,
-            or a folder with `model.safetensors`.
+            or a folder with `model.safetensors`. What torch.compile and DistributedDataParallel
+            put before names is dropped, too.
         model: the model that the tensors are for. Where none of the names is one of its own, a
             second "model." is dropped: that of `LabelWords`, in checkpoints of `LabelWordTuning`.
 
@@ -79,6 +81,9 @@ def read_state_dict(source: str | Path, model: nn.Module | None = None) -> dict[
         state = {name: value for name, value in content.items() if torch.is_tensor(value)}
     if not state:
         raise ValueError(f"{path} holds no state_dict: expected a mapping of names to tensors")
+    state = {name.replace("_orig_mod.", ""): value for name, value in state.items()}
+    if all(name.startswith("module.") for name in state):
+        state = {name.removeprefix("module."): value for name, value in state.items()}
     # a transformers model's own names may all begin so: a Llama with tied embeddings
     if path.suffix != ".safetensors" and all(name.startswith("model.") for name in state):
         state = {name.removeprefix("model."): value for name, value in state.items()}
@@ -97,7 +102,9 @@ def read_file(path: Path) -> Any:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
+        # timm's and MAE's trainings save their arguments beside the weights
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file can raise almost anything
         raise ValueError(
             f"{path} cannot be read as weights ({type(error).__name__}): expected a "
@@ -133,6 +140,30 @@ def load_weights(model: nn.Module, source: str | Path) -> LoadReport:
         ValueError: if it cannot be read, or nothing in it fits the model.
     """
     return copy_weights(model, read_state_dict(source, model), source)
+
+
+def load_dense(model: nn.Module, source: str | Path) -> LoadReport:
+    """Load a file's weights as `load_weights` does, and refuse those of low rank.
+
+    The model's dense layers would stay at random, and little more than the norms fit.
+
+    Args:
+        model: a dense model; receives the weights, in place.
+        source: see `read_state_dict`.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it cannot be read, nothing in it fits, or its layers are of low rank.
+    """
+    report = load_weights(model, source)
+    low_rank = [name for name in report.unexpected if name.endswith(".u.weight")]
+    if low_rank:
+        raise ValueError(
+            f"init_from {source} is of low rank ({low_rank[0]}, …) and {type(model).__name__} is "
+            "dense: give the weights that it was compressed from, or those that "
+            "lightning_modules.pela.merge makes of it"
+        )
+    return report
 
 
 def copy_weights(

@@ -28,7 +28,7 @@ from lightning_modules.optim import (
     training_steps,
     with_schedule,
 )
-from lightning_modules.weights import load_weights
+from lightning_modules.weights import load_dense
 
 
 class MatLM(ElasticModule):
@@ -145,7 +145,7 @@ class MatLM(ElasticModule):
                 stacklevel=2,
             )
         if self.init_from is not None:
-            load_weights(model, self.init_from)
+            load_dense(model, self.init_from)
         if h.fractions is not None:
             nest(model, h.fractions)
         if self.device_mesh is not None:

@@ -16,7 +16,7 @@ from lightning_modules.optim import (
     training_steps,
     with_schedule,
 )
-from lightning_modules.weights import load_weights
+from lightning_modules.weights import load_dense
 
 
 class MatViT(ElasticModule):
@@ -107,7 +107,7 @@ class MatViT(ElasticModule):
             nn.init.zeros_(classifier.weight)
             nn.init.constant_(classifier.bias, h.head_bias)
         if self.init_from is not None:
-            load_weights(model, self.init_from)
+            load_dense(model, self.init_from)
         if h.fractions is not None:
             nest(model, h.fractions, h.part)
         if self.device_mesh is not None:

@@ -1,5 +1,6 @@
 """Weights are read into models of other image sizes, and known again by their fingerprints."""
 
+import argparse
 import copy
 
 import pytest
@@ -65,6 +66,18 @@ def test_a_prefix_that_is_the_model_s_own_stays(tmp_path):
     assert read_state_dict(tmp_path).keys() == state.keys()
     torch.save({"state_dict": state}, tmp_path / "last.ckpt")
     assert read_state_dict(tmp_path / "last.ckpt").keys() == {"norm.weight"}
+
+
+@pytest.mark.parametrize(
+    "wrapper", ["module.", "_orig_mod.", "module._orig_mod.", "model._orig_mod."]
+)
+def test_a_file_of_another_trainer_is_read(tmp_path, wrapper):
+    """timm's: with the arguments beside the weights, wrapped by DDP, by torch.compile, by both."""
+    state = vit(8).state_dict()
+    content = {"state_dict": {f"{wrapper}{name}": value for name, value in state.items()}}
+    torch.save({**content, "args": argparse.Namespace(lr=0.1)}, tmp_path / "last.pth.tar")
+    report = load_weights(vit(8), tmp_path / "last.pth.tar")
+    assert set(report.loaded) == set(state) and not report.missing
 
 
 def test_what_must_be_complete(tmp_path):

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from callbacks.granularity import GranularitySampling
 from lightning_modules.matformer import MatViT, extract, granularity, set_granularity
 from lightning_modules.matformer.consistency import classification_loss
+from lightning_modules.pela import factorize
 
 CLASSES = 5
 TINY = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 8}
@@ -45,6 +46,13 @@ def trainer(**settings):
         accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, **settings,
     )  # fmt: skip
+
+
+def test_weights_of_low_rank_are_refused(tmp_path):
+    """Nearly all layers would stay at random."""
+    torch.save(factorize(build(fractions=None).model, 2.0).state_dict(), tmp_path / "low.pt")
+    with pytest.raises(ValueError, match=r"low.pt is of low rank \(blocks.0.attn.proj.u.weight, …"):
+        build(init_from=str(tmp_path / "low.pt"))
 
 
 def test_a_step_optimises_the_granularity_that_is_set():
