@@ -62,6 +62,23 @@ def imply_normalisation(settings: Namespace) -> None:
             data[key] = value
 
 
+def imply_ranks(settings: Namespace, checkpoint: Any) -> None:
+    """Give a model the low-rank layers of the checkpoint that it is going to load.
+
+    A run that began with low-rank weights has its ranks from these, and no ratio. To score or to
+    continue it, init_from need not be named again.
+
+    Args:
+        settings: parsed settings of a stage; changed in place.
+        checkpoint: its content.
+    """
+    model = _arguments(settings, "model")
+    if model is None or any(model.get(key) for key in ("ranks", "ratio", "init_from")):
+        return
+    if "ranks" in model and isinstance(checkpoint, dict):
+        model["ranks"] = checkpoint.get("hyper_parameters", {}).get("ranks")
+
+
 def other_normalisation(settings: Namespace) -> str | None:
     """A warning if the data's mean and std differ from those that the weights were trained with.
 

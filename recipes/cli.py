@@ -41,7 +41,7 @@ from callbacks.resuming import Resuming
 from callbacks.seeding import SeedEveryStep
 from datamodules.loading import listed
 from lightning_modules.weights import read_checkpoint
-from recipes.agreement import RANDOM, agree, other_normalisation, weights_of
+from recipes.agreement import RANDOM, agree, imply_ranks, other_normalisation, weights_of
 from recipes.attention import plain_attention
 from recipes.flags import key_of
 from recipes.fsdp2 import FSDP2
@@ -215,10 +215,14 @@ class RecipeCLI(LightningCLI):
                 "the best: set --checkpoint.mode max if more is better"
             )
         if settings.get("ckpt_path") and Path(settings.ckpt_path).is_file():
-            read_checkpoint(settings.ckpt_path)  # a clearer error than Lightning's if it is broken
+            # a clearer error than Lightning's if it is broken
+            imply_ranks(settings, read_checkpoint(settings.ckpt_path))
         weights = weights_of(settings) or ""
-        if self.subcommand == "fit" and not settings.ckpt_path and weights.startswith(RANDOM):
-            rank_zero_info(weights)
+        if not settings.ckpt_path and weights.startswith(RANDOM):
+            if self.subcommand == "fit":
+                rank_zero_info(weights)
+            else:
+                rank_zero_warn(f"{weights}; set --ckpt_path to use what has been trained")
 
     def instantiate_classes(self) -> None:
         """Build data and model; turn jsonargparse's error into one sentence.

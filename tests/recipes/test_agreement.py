@@ -157,6 +157,23 @@ def test_a_training_from_random_weights_says_so_when_it_starts(monkeypatch):
     assert all(one.startswith("weights: random, since neither") for one in said)
 
 
+def test_scores_of_random_weights_are_said_to_be_such():
+    with pytest.warns(UserWarning, match="^weights: random, since .*; set --ckpt_path to use"):
+        Begins(["validate", *expanded(["-c", str(FOLDER)])])
+
+
+def test_a_checkpoint_of_low_rank_says_its_ranks(tmp_path):
+    """Of a run that began with low-rank weights: to score it, init_from is not needed again."""
+    ranks, file = {"blocks.0.mlp.fc1": 3}, tmp_path / "last.ckpt"
+    torch.save({"state_dict": {}, "hyper_parameters": {"ranks": ranks}}, file)
+    config = expanded(["-c", str(RECIPES / "pela" / "finetune.yaml")])
+    for flags, expected in (([], ranks), (["--model.ratio=2"], None)):
+        stage = Begins(["test", *config, f"--ckpt_path={file}", *flags])
+        assert stage.config["test"].model.init_args.ranks == expected
+    torch.save([], file)  # no checkpoint of Lightning's, which says so itself
+    Begins(["test", *config, f"--ckpt_path={file}"])
+
+
 def test_a_checkpoint_that_is_cut_off_is_named(tmp_path):
     torch.save({"state_dict": {"weight": torch.zeros(1000)}}, tmp_path / "last.ckpt")
     Begins(["fit", *expanded(["-c", str(FOLDER)]), f"--ckpt_path={tmp_path / 'last.ckpt'}"])
