@@ -17,6 +17,7 @@ Instead of sentences, `match` and `judge` also take a text file with one on each
 """
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,11 @@ from lightning_modules.albef.retrieval import Gallery, rerank
 from recipes.albef.measures import in_pixels, show
 from recipes.messages import console
 from recipes.plots import plt, save_plot
-from recipes.predict import described, device_of
+from recipes.predict import described, device_of, folder_for
 from recipes.tables import Table
 
 BATCH = 32
+TXT_FILE = re.compile(r"\S+\.txt", re.I)  # a name, and no sentence
 ONE_TEXT = ("search", "ask", "point")  # verbs that take a single text
 
 
@@ -246,8 +248,12 @@ def page(rows: pd.DataFrame, title: str, file: Path) -> None:
 
 
 def sentences_of(given: Sequence[str]) -> list[str]:
-    """The given sentences, or the lines of the one text file that is given instead."""
-    if len(given) == 1 and Path(given[0]).is_file():
+    """The given sentences, or the lines of the one text file that is given instead.
+
+    Raises:
+        FileNotFoundError: what is given is the name of a text file that is not there.
+    """
+    if len(given) == 1 and (Path(given[0]).is_file() or TXT_FILE.fullmatch(given[0])):
         return [line for line in open_lines(given[0]) if line.strip()]
     return list(given)
 
@@ -285,7 +291,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     if options.verb != "ask" and options.answers:
         parser.error(f"--answers is for ask, not for {options.verb}")
-    out = Path(options.out)
+    answers = [one.strip() for one in (options.answers or "").split(",")]
+    if options.answers and not all(answers):
+        parser.error(f"--answers {options.answers}: an answer is empty, expected A,B,…")
+    out = folder_for(options.out)
     out.mkdir(parents=True, exist_ok=True)
     if options.verb == "search":
         rows = search(options.ckpt_path, options.place, options.texts[0])
@@ -297,8 +306,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif options.verb == "point":
         rows = point(options.ckpt_path, options.place, options.texts[0], out / "heat.png")
     else:
-        answers = options.answers.split(",") if options.answers else None
-        rows = ask(options.ckpt_path, options.place, options.texts[0], answers)
+        chosen = answers if options.answers else None
+        rows = ask(options.ckpt_path, options.place, options.texts[0], chosen)
     rows.to_csv(out / "predictions.csv", index=False)
     cells = [
         [f"{one:.3f}" if isinstance(one, float) else str(one) for one in row]

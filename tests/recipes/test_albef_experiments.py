@@ -244,6 +244,22 @@ def test_a_sentence_of_a_file_is_a_line(tmp_path):
     file = tmp_path / "sentences.txt"
     file.write_text("a red\u2028disc\n\na square\n", encoding="utf-8")
     assert use.sentences_of([str(file)]) == ["a red\u2028disc", "a square"]
+    with pytest.raises(FileNotFoundError, match="typo.txt is not there"):
+        use.sentences_of(["typo.txt"])
+    assert use.sentences_of(["it reads notes.txt"]) == ["it reads notes.txt"]
+
+
+def test_candidate_answers_are_stripped_and_none_is_empty(monkeypatch, tmp_path, capsys):
+    asked: list = []
+    rows = pd.DataFrame([{"answer": "yes", "probability": 1.0}])
+    monkeypatch.setattr(use, "ask", lambda *given: asked.append(given[-1]) or rows)
+    command = ["ask", "one.png", "is it", "--ckpt_path", "a.ckpt", "--out", str(tmp_path)]
+    use.main([*command, "--answers", "yes, no"])
+    use.main(command)
+    assert asked == [["yes", "no"], None]
+    with pytest.raises(SystemExit):
+        use.main([*command, "--answers", "yes,"])
+    assert "--answers yes,: an answer is empty" in capsys.readouterr().err
 
 
 def test_a_question_on_a_picture(run, pictures, tmp_path):
