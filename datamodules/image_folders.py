@@ -1,9 +1,11 @@
 """Images in one folder for each class."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
+from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from datamodules.images import ImageData, Item, Splits
@@ -24,6 +26,20 @@ def class_folders(folder: Path) -> list[str]:
     return sorted(
         entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."
     )
+
+
+def images_in(folder: Path, labels: dict[str, int]) -> list[Item]:
+    """The images of `folder`/<class>/, at any depth; a warning counts pictures of other formats."""
+    others = {".heic", ".heif", *Image.registered_extensions()}.difference(IMG_EXTENSIONS)
+    found = make_dataset(str(folder), labels, (*IMG_EXTENSIONS, *others), allow_empty=True)
+    items = [item for item in found if item[0].lower().endswith(IMG_EXTENSIONS)]
+    if left := Counter(Path(file).suffix.lower() for file, _ in set(found).difference(items)):
+        counts = ", ".join(f"{count} {ending}" for ending, count in sorted(left.items()))
+        rank_zero_warn(
+            f"{folder} has pictures that are left out: {counts}; to use them, convert them to one "
+            f"of {', '.join(IMG_EXTENSIONS)}"
+        )
+    return items
 
 
 def list_images(folder: Path, names: list[str], complete: bool = True) -> list[Item]:
@@ -49,7 +65,7 @@ def list_images(folder: Path, names: list[str], complete: bool = True) -> list[I
             "(and --data.name) to the folder above the classes."
         )
     labels = {name: label for label, name in enumerate(names)}
-    items = make_dataset(str(folder), labels, IMG_EXTENSIONS, allow_empty=True)
+    items = images_in(folder, labels)
     if complete and (empty := set(range(len(names))) - {label for _, label in items}):
         raise FileNotFoundError(
             f"{folder / names[min(empty)]} has no images (known are {', '.join(IMG_EXTENSIONS)}): "
@@ -65,7 +81,7 @@ def all_images(folder: Path) -> list[Item]:
     Raises:
         FileNotFoundError: there are none.
     """
-    items = make_dataset(str(folder.parent), {folder.name: 0}, IMG_EXTENSIONS, allow_empty=True)
+    items = images_in(folder.parent, {folder.name: 0})
     if not items:
         raise FileNotFoundError(
             f"{folder} has no images (known are {', '.join(IMG_EXTENSIONS)}), in no folder below "

@@ -51,6 +51,14 @@ def folder_data(root: Path, **kwargs) -> ImageFolderData:
     )
 
 
+def test_pictures_of_formats_that_are_not_read_are_counted(folders):
+    draw(folders / "train" / "a" / "7.gif")
+    draw(folders / "train" / "b" / "8.GIF")
+    (folders / "train" / "b" / "phone.heic").write_bytes(b"x")
+    with pytest.warns(UserWarning, match=r"train has pictures that are left out: 2 .gif, 1 .heic"):
+        assert len(folder_data(folders).train_set) == 10
+
+
 def labels(images) -> list[int]:
     return [label for _, label in images.items]
 
