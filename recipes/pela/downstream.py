@@ -77,6 +77,8 @@ def declare(task: Task, run: Run) -> None:
         )
     backbones = changes(repaired, run.options.larger_batch)
     larger = run.options.larger_batch or 0
+    if run.options.larger_batch is not None and larger < 1:
+        raise ValueError(f"--larger-batch {larger}: expected at least 1")
     factor = larger / run.parsed(task.name).data.init_args.batch_size
     chosen = run.rows(backbones)
     for seed in run.seeds:

@@ -64,9 +64,11 @@ def declare(run: Run, kind: str) -> None:
         kind: "images" or "text", the beginning of its files' names.
 
     Raises:
-        ValueError: if there are no pre-trained weights, or --select is best and fine-tuning never
-            validates.
+        ValueError: if there are no pre-trained weights, --decoder_steps is below 1, or --select is
+            best and fine-tuning never validates.
     """
+    if (count := run.options.decoder_steps) is not None and count < 1:
+        raise ValueError(f"--decoder_steps {count}: expected at least 1")
     for _, key, _ in run.flags.given:
         if key == "model.init_from":
             raise ValueError(
@@ -263,6 +265,7 @@ class Chains:
                 "rounds": rounds_of(adaptation),
                 "by_size": self.grid["by_size"],
             },
+            missing=functools.partial(absent, self.run),
         )
         return tuned
 
@@ -321,6 +324,16 @@ class Chains:
         """The node with the original weights, as an input of measurements."""
         original = self.original
         return {"original": original.node if isinstance(original, Artifact) else original}
+
+
+def absent(run: Run) -> str:
+    """A sentence on a path of --init_from or --unlabelled that is not there, or "".
+
+    Without it, the stages that do not read the path would train first.
+    """
+    paths = {name: getattr(run.options, name) for name in ("init_from", "unlabelled")}
+    found = (f"--{n} {path}" for n, path in paths.items() if path and not Path(path).exists())
+    return next((f"{one} is not there: correct the path" for one in found), "")
 
 
 def rounds_of(adaptation: str | None) -> int | None:

@@ -79,6 +79,8 @@ def test_a_flag_reaches_every_stage_or_is_refused(name, repaired):
     module.EXPERIMENT.declare(planned)
     stages = [node for node in planned.nodes.values() if isinstance(node, Stage)]
     assert [at(stage.parsed(), "model.lr") for stage in stages] == [0.5] * 3
+    with pytest.raises(ValueError, match="--larger-batch 0: expected at least 1"):
+        module.EXPERIMENT.declare(command_line(module.EXPERIMENT, ["--larger-batch", "0"]))
     refused = command_line(module.EXPERIMENT, ["--model.ratio", "4"])
     module.EXPERIMENT.declare(refused)
     with pytest.raises(ValueError, match=r"varies model\.ratio"):

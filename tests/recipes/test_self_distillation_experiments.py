@@ -444,6 +444,16 @@ def test_rows_that_need_fewer_seeds_run_with_fewer():
     assert seeds == {"finetune": set(range(6)), "mars": set(range(5))}
 
 
+def test_what_is_not_there_is_said_before_anything_trains(scratch):
+    run = declared("images", "--rows", "finetune,further", "--unlabelled", "nowhere")
+    assert run.missing() == ["--unlabelled nowhere is not there: correct the path"]
+    run = declared("images", "--rows", "finetune", "--init_from", "no.pth", "--unlabelled", ".")
+    assert run.missing() == ["--init_from no.pth is not there: correct the path"]
+    assert declared("images", "--rows", "finetune", "--unlabelled", ".").missing() == []
+    with pytest.raises(ValueError, match="--decoder_steps -3: expected at least 1"):
+        declared("images", "--decoder_steps", "-3")
+
+
 def test_best_without_validation_is_refused(scratch):
     with pytest.raises(ValueError, match="fine-tuning never validates: its limit_val_batches is 0"):
         declared("images", "--rows", "finetune", "--select", "best")
