@@ -141,7 +141,7 @@ class VQAData(ImageTextData):
             if not candidates or not all(isinstance(answer, str) for answer in candidates):
                 raise ValueError(f"{file} has no answers, expected a json list of texts.")
             given = {answer for entry in self.entries("val") for answer in entry.answers}
-            if given and not given & set(candidates):
+            if given and not {*map(plain, given)} & {*map(plain, candidates)}:
                 raise ValueError(
                     f"{file} has none of the {len(given)} answers of the validation questions, "
                     f"such as {min(given)!r}: give the list that belongs to these questions."
@@ -191,7 +191,10 @@ class VQASet(Dataset):
     def __init__(self, data: VQAData, entries: list[Asked], training: bool) -> None:
         self.data, self.entries, self.training = data, entries, training
         if not training:
-            self.places = {answer: place for place, answer in enumerate(data.candidates)}
+            # as people's answers are compared: "Yes." is the candidate "yes"
+            self.places: dict[str, list[int]] = {}
+            for place, answer in enumerate(data.candidates):
+                self.places.setdefault(plain(answer), []).append(place)
             self.candidates = data.tokens(data.candidates, cleaned=False)
 
     def __len__(self) -> int:
@@ -211,11 +214,11 @@ class VQASet(Dataset):
             **self.data.tokens([entry.question for entry in entries]),
         }
         if not self.training:
-            scores = torch.zeros(len(entries), len(self.places))
+            scores = torch.zeros(len(entries), len(self.data.candidates))
             for row, entry in enumerate(entries):
                 for answer, score in vqa_scores(entry.answers).items():
-                    if answer in self.places:
-                        scores[row, self.places[answer]] = score
+                    for place in self.places.get(plain(answer), []):
+                        scores[row, place] = score
             candidates = {
                 "candidate_ids": self.candidates["input_ids"],
                 "candidate_mask": self.candidates["attention_mask"],
