@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from timm.data import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from timm.data.auto_augment import RandAugment, rand_augment_ops
 from torch import Tensor
@@ -16,6 +17,7 @@ from datamodules.captions import BadImages, Captioned, plain, read_captions, rea
 from datamodules.loading import (
     data_folder,
     hold_out,
+    listed,
     require_choice,
     require_limits,
     require_share,
@@ -37,6 +39,7 @@ AUGMENTATIONS = [
     *("AutoContrast", "Equalize", "Brightness", "Sharpness", "Rotate"),
     *("ShearX", "ShearY", "TranslateX", "TranslateY"),
 ]
+PARTS = ("train", "val", "test")  # in splits.csv
 MOVED = {"translate_const": 10}  # pixels, at magnitude 10
 
 
@@ -270,6 +273,11 @@ class CaptionData(ImageTextData):
             row["image"]: row["split"]
             for _, row in read_table(splits, ["image", "split"], "rename it")
         }
+        if left := [one.image for one in entries if parts.get(one.image) not in PARTS]:
+            rank_zero_warn(
+                f"{splits} puts {len(left)} of {file.name}'s {len(entries)} images into none of "
+                f"the parts {', '.join(PARTS)}, and they are left out: {listed(left, 5)}"
+            )
         kept = [entry for entry in entries if parts.get(entry.image) == part]
         if not kept:
             known = ", ".join(sorted(set(parts.values())))

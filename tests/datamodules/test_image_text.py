@@ -348,6 +348,23 @@ def test_answer_lists_without_the_answers(folder, tmp_path):
         data.entries("train")
 
 
+def test_pictures_that_no_part_has_are_counted(tmp_path):
+    rows = "a.jpg,a dog\nb.jpg,a cat\nc.jpg,a cow\n"
+    (tmp_path / "captions.csv").write_text(f"image,caption\n{rows}")
+    (tmp_path / "splits.csv").write_text("image,split\na.jpg,train\nb.jpg,Train\n")
+    with pytest.warns(UserWarning, match=r"2 of captions.csv's 3 images .* left out: 'b.jpg', 'c"):
+        assert [one.image for one in CaptionData(root=str(tmp_path)).read("train")] == ["a.jpg"]
+
+
+def test_an_answer_is_scored_however_it_is_written(folder, tmp_path):
+    (tmp_path / "list.json").write_text(json.dumps(["Blue", "T-shirt", "red"]))
+    asked = Asked("images/00000.png", "what is it", 0, ("Red.", "t shirt", "red", "red"))
+    data = VQAData(root=str(folder), answer_list=str(tmp_path / "list.json"), **SMALL)
+    data._parts["val"] = [asked]
+    [batch] = batches(data, "val")
+    assert batch["scores"].tolist() == [[0.0, 0.25, pytest.approx(0.75)]]
+
+
 def test_an_answer_that_is_listed_twice_is_one_candidate(folder, tmp_path):
     answers = json.loads((folder / "answer_list.json").read_text())
     (tmp_path / "list.json").write_text(json.dumps([*answers, *answers]))
