@@ -57,7 +57,8 @@ class SegmentationSet(Dataset):
 
         Raises:
             OSError: an image cannot be read.
-            ValueError: a label is above the number of classes, or the sizes differ.
+            ValueError: a label is above the number of classes, or the sizes differ; or the labels
+                are colours.
         """
         image_file, label_file = self.pairs[index]
         image = read_image(image_file)
@@ -70,6 +71,11 @@ class SegmentationSet(Dataset):
                 f"{label_file} cannot be read as labels ({error}): replace it, or remove it with "
                 "its image."
             ) from error
+        if labels.ndim > 2:
+            raise ValueError(
+                f"{label_file} has {labels.shape[2]} channels, expected the number of a class for "
+                "each pixel: save it in greyscale or with a palette, not in the classes' colours."
+            )
         if labels.shape != (image.height, image.width):
             raise ValueError(
                 f"{label_file} is of shape {tuple(labels.shape)} and its image of height "

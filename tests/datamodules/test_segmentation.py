@@ -123,6 +123,9 @@ def test_what_is_wrong_is_named(folder, tmp_path):
     Image.new("L", size, 9).save(label)
     with pytest.raises(ValueError, match="has the label 9, expected 0 to 4"):
         data(broken).samples("train")[0]
+    Image.new("RGB", size).save(label)
+    with pytest.raises(ValueError, match="has 3 channels, expected the number of a class for each"):
+        data(broken).samples("train")[0]
     Image.new("L", (5, 5), 1).save(label)
     with pytest.raises(ValueError, match=r"of shape \(5, 5\) and its image of height"):
         data(broken).samples("train")[0]
