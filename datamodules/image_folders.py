@@ -33,10 +33,11 @@ def images_in(folder: Path, labels: dict[str, int]) -> list[Item]:
     others = {".heic", ".heif", *Image.registered_extensions()}.difference(IMG_EXTENSIONS)
     found = make_dataset(str(folder), labels, (*IMG_EXTENSIONS, *others), allow_empty=True)
     items = [item for item in found if item[0].lower().endswith(IMG_EXTENSIONS)]
-    if left := Counter(Path(file).suffix.lower() for file, _ in set(found).difference(items)):
-        counts = ", ".join(f"{count} {ending}" for ending, count in sorted(left.items()))
+    if left := sorted(file for file, _ in set(found).difference(items)):
+        endings = Counter(Path(file).suffix.lower() for file in left)
+        counts = ", ".join(f"{count} {ending}" for ending, count in sorted(endings.items()))
         rank_zero_warn(
-            f"{folder} has pictures that are left out: {counts}; to use them, convert them to one "
+            f"pictures are left out: {counts}, such as {left[0]}; to use them, convert them to one "
             f"of {', '.join(IMG_EXTENSIONS)}"
         )
     return items
