@@ -221,6 +221,7 @@ class CorpusData(WithTokenizer):
             "behind": [],
             "tokenizer": tokenizer_state(self.tokenizer),
             "decoding": {},
+            "columns": [self.column, None],
         }
 
     @property

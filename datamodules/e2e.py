@@ -95,6 +95,7 @@ class E2EData(PromptedData):
         return read_e2e(folder / name)
 
     template = "{input}"  # a meaning representation, such as "name[Eagle], food[French]"
+    columns = ("mr", None)
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[list[int]]:
         begin = self.tokenizer.bos_token_id

@@ -99,6 +99,12 @@ class InstructionData(PromptedData):
         return super().val_dataloader() if self.val_fraction else []
 
     template = TEMPLATE.replace("{instruction}", "{input}")
+    columns = ("instruction", "input")
+
+    def describe(self) -> dict[str, Any]:
+        """As of every prompt, with the template of an instruction that has an input."""
+        paired = fill_template("{input}", "{pair}")
+        return {**super().describe(), "pair_template": paired}
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[list[int]]:
         begin = self.tokenizer.bos_token_id

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
 from datamodules.loading import IGNORED, draw
+from datamodules.tables import TXT
 from datamodules.text import TokenizedData
 from datamodules.tokens import encode, filling, pad, tokenizer_state
 
@@ -81,6 +82,8 @@ class PromptedData(TokenizedData):
         return [[*ids, self.end_token_id] for ids in encode(texts, self.tokenizer)]
 
     template: str | None = None  # of the prompt for a user's input, which replaces {input}
+    # of tables with a user's inputs: that of the input, and of what replaces {pair} in a template
+    columns: tuple[str, str | None] = (TXT, None)
     decoding: ClassVar[dict[str, Any]] = {}  # arguments of lightning_modules.decoding.generate
 
     def filled(self, text: str) -> str:
@@ -104,6 +107,7 @@ class PromptedData(TokenizedData):
             "tokenizer": tokenizer_state(self.tokenizer),
             "max_length": self.prompt_length,
             "decoding": self.decoding,
+            "columns": list(self.columns),
         }
 
     def select(self, part: str, examples: list) -> list:

@@ -25,6 +25,7 @@ from datamodules.tokens import (
     framed,
     load_tokenizer,
     pad,
+    require_tokens,
     special_tokens,
     tokenizer_state,
     train_tokenizer,
@@ -48,6 +49,9 @@ class SentenceSet(Dataset):
         max_length: most tokens of an example; longer ones are truncated.
         regression: whether labels are numbers instead of classes.
         prompts: whether to write `Input: … Output:` around the sentences, for a language model.
+
+    Raises:
+        ValueError: a text is empty, and the tokenizer (GPT-2's) puts no token around it.
     """
 
     def __init__(
@@ -60,6 +64,9 @@ class SentenceSet(Dataset):
     ) -> None:
         self.examples, self.tokenizer = examples, tokenizer
         self.max_length, self.regression, self.prompts = max_length, regression, prompts
+        texts = (f"{one.first}{one.second or ''}" for one in examples)
+        blank = [place for place, text in enumerate(texts) if not text.strip()]
+        require_tokens([self[place]["input_ids"] for place in blank])
 
     def __len__(self) -> int:
         return len(self.examples)

@@ -114,6 +114,8 @@ class TextToTextData(PromptedData):
         self.form, self.root, self.source = form, root, source
         self.names = {**FILES[form], **(files or {})}
         self.encoder_decoder, self.target_length = encoder_decoder, target_length
+        if form == "columns":
+            self.columns = ("text", None)
 
     def load(self, part: str) -> list[Pair]:
         if self.drawn(part):

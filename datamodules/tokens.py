@@ -228,6 +228,19 @@ def framed(
     return [[*begin, *before, *ids[:room], *after, *end] for ids in inputs]
 
 
+def require_tokens(texts: Sequence[Sequence[int]]) -> None:
+    """Refuse texts without a token, of which a model would read the padding alone.
+
+    Raises:
+        ValueError: with their number.
+    """
+    if empty := sum(not ids for ids in texts):
+        raise ValueError(
+            f"{empty} text{'s are' if empty > 1 else ' is'} empty, and the tokenizer adds no token "
+            "of its own, so that the model has nothing to read: fill in or remove such lines."
+        )
+
+
 def joined(first: list[int], second: list[int], length: int) -> list[int]:
     """Two sentences' tokens, at most `length` together; the longer is truncated first."""
     kept = min(len(second), max(length - len(first), length // 2))

@@ -21,6 +21,7 @@ import argparse
 import math
 import os
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,7 +47,7 @@ from datamodules.scenes import SceneData
 from datamodules.segmentation import SegmentationData
 from datamodules.tables import TXT, read_table
 from datamodules.text import Example, SentenceSet
-from datamodules.tokens import encode, filling, pad, tokenizer_from
+from datamodules.tokens import encode, filling, pad, require_tokens, tokenizer_from
 from lightning_modules.decoding import generate
 from lightning_modules.matformer.costs import choose
 from lightning_modules.vera.adapter import adapted_model, load_adapter
@@ -66,7 +67,7 @@ UNUSED = {
     "segmentation": (*FOR_TEXT, "threshold", "top_k"),
     "detection": (*FOR_TEXT, "top_k"),
     "sentences": ("max_new_tokens", "threshold"),
-    "prompts": ("threshold",),
+    "prompts": ("threshold", "top_k"),
 }
 # what `Prediction.probability` is, where it is none
 SCORES = {"segmentation": "share", "detection": "score"}
@@ -205,16 +206,15 @@ class Predictor:
             return [Prediction(f"{number:.6g}") for number in answers.flatten().tolist()]
         return self._classes(answers)
 
-    def _prompts(self, inputs: Sequence[str]) -> list[Prediction]:
-        stripped = self.description.get("stripped")
-        texts = [
-            self.description["template"].replace("{input}", one.strip() if stripped else one)
-            for one in inputs
-        ]
+    def _prompts(self, inputs: Sequence[str | tuple[str, str]]) -> list[Prediction]:
+        texts = [self._filled(*([one] if isinstance(one, str) else one)) for one in inputs]
         before, behind = self.description["before"], self.description["behind"]
-        longest = self.description.get("max_length")  # without it, nothing is cut
-        room = None if longest is None else longest - len(before) - len(behind)
+        # without it, nothing is cut; nor where the template goes on: its end asks for the answer
+        longest = self.description.get("max_length")
+        whole = longest is None or not self.description["template"].endswith("{input}")
+        room = None if whole else longest - len(before) - len(behind)
         ids = [[*before, *one[:room], *behind] for one in encode(texts, self.tokenizer)]
+        require_tokens(ids)
         samples = [{"input_ids": one, "attention_mask": [1] * len(one)} for one in ids]
         batch = self._to_device(pad(samples, filling(self.tokenizer), left=True))
         settings = {"max_new_tokens": 64, **self.description.get("decoding", {})}
@@ -222,6 +222,12 @@ class Predictor:
             settings["max_new_tokens"] = self.max_new_tokens
         written = generate(self.module.model, batch, self.tokenizer, **settings)
         return [Prediction(text) for text in written]
+
+    def _filled(self, text: str, pair: str = "") -> str:
+        """The prompt's template with an input in it, and with its second part if it has one."""
+        template = self.description["pair_template" if pair else "template"]
+        parts = {"{input}": text.strip() if self.description.get("stripped") else text}
+        return re.sub("{input}|{pair}", lambda match: {**parts, "{pair}": pair}[match[0]], template)
 
     def _to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
@@ -314,6 +320,9 @@ def read_inputs(
     inputs: list[tuple[str, Any]] = []
     columns = description.get("columns", [TXT, None])
     first, second = text or columns[0], pair or (columns[1] if text is None else None)
+    writes = description["kind"] == "prompts"
+    if writes and pair and "pair_template" not in description:
+        raise ValueError(f"--pair {pair}: this checkpoint continues one text: leave it out")
     for path in paths:
         if description["kind"] in PICTURES:
             lines = sys.stdin.read().split("\n") if path == "-" else [path]
@@ -325,9 +334,13 @@ def read_inputs(
             inputs += [(line, line) for line in sys.stdin.read().split("\n") if line.strip()]
         else:
             one = TXT if path.lower().endswith(".txt") else first
-            for _, row in read_table(path, [one, second] if second else [one]):
-                both = (row[one], row[second]) if second else row[one]
-                inputs.append((row[one] + (f" | {row[second]}" if second else ""), both))
+            # an instruction may have an input, and a sentence of a pair has the other one
+            needed = [one, second] if second and (pair or not writes) else [one]
+            for _, row in read_table(path, needed, "name it with --text or --pair"):
+                other = row.get(second, "") if second else ""
+                paired = bool(other if writes else second)
+                both = (row[one], other) if paired else row[one]
+                inputs.append((row[one] + (f" | {other}" if paired else ""), both))
     if not inputs:
         raise ValueError(f"{' '.join(paths)} holds no input: expected pictures, or lines of text")
     return inputs

@@ -8,11 +8,12 @@ import pandas as pd
 import pytest
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from tokenizers import processors
 
 from datamodules import TextData
 from datamodules.loading import SeededDataset
 from datamodules.tables import open_lines, read_table
-from datamodules.text import Example
+from datamodules.text import Example, SentenceSet
 from datamodules.tokens import load_tokenizer, train_tokenizer
 
 
@@ -256,6 +257,18 @@ def test_a_score_that_no_loss_can_take_is_named(tmp_path: Path, score: str, said
     data = TextData(write(tmp_path, "a.csv", f"sentence,label\na,-99\nb,{score}\n"), regress=True)
     with pytest.raises(ValueError, match=f"line 3: the score is {said}"):
         data.examples("train")
+
+
+def test_texts_without_a_token_are_refused(tmp_path: Path) -> None:
+    """Of an empty text GPT-2's tokenizer makes no token: the padding alone was classified."""
+    path = write(tmp_path, "a.csv", "sentence,label\n,x\nb,y\n  ,x\n,y\n")
+    data = TextData(path, val=path, vocab_size=259)
+    assert len(data.samples("train")[0]["input_ids"]) == 2  # begin and end
+    plain = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+    data.tokenizer.backend_tokenizer.post_processor = plain
+    with pytest.raises(ValueError, match="2 texts are empty, and the tokenizer adds no token of"):
+        data.samples("train")
+    assert len(SentenceSet([Example(" ")], data.tokenizer, 9, False)[0]["input_ids"]) == 1
 
 
 def test_a_checkpoint_of_other_examples_or_another_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,7 +20,10 @@ import torch
 import transformers
 from PIL import Image
 
+from datamodules import CorpusData, E2EData, InstructionData, TextToTextData
 from datamodules.image_folders import ImageFolderData
+from datamodules.instructions import fill_template
+from datamodules.tokens import train_tokenizer
 from lightning_modules.albef import VQA, Entailment, Grounding, Pretraining, Retrieval
 from lightning_modules.apet import insert
 from lightning_modules.matformer import MatLM, MatViT, extract
@@ -442,6 +447,65 @@ def test_a_language_model_writes_text(stage, prompts, longest, monkeypatch, tmp_
     Predictor(tmp_path / "last.ckpt")([f" {one}  " for one in prompts])
     same = torch.equal(batches[0]["input_ids"], batches[2]["input_ids"])
     assert same == (stage == "apet/generation")
+
+
+def test_an_empty_prompt_is_said_to_be_empty():
+    predictor = object.__new__(Predictor)
+    predictor.description = {"template": "{input}", "before": [], "behind": []}
+    predictor.tokenizer = train_tokenizer([], 259)
+    with pytest.raises(ValueError, match="1 text is empty, and the tokenizer adds no token"):
+        predictor._prompts(["Once", ""])
+
+
+class Writer(Predictor):
+    """What a language model tuned on instructions is asked, without the model."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.data = InstructionData(source="generated", tokenizer=None, vocab_size=300, **settings)
+        self.data._tokenizer = self.tokenizer = train_tokenizer([], 259)
+        self.description, self.device = self.data.describe(), torch.device("cpu")
+        self.kind, self.batch_size, self.max_new_tokens = "prompts", 32, None
+        self.module: Any = SimpleNamespace(model=None)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The prompts, with special tokens, of each batch that a model is asked to continue."""
+    seen: list[list[str]] = []
+
+    def generate(_, batch, tokenizer, **how):
+        seen.append([tokenizer.decode(ids[ids > 0]) for ids in batch["input_ids"]])
+        return [""] * len(seen[-1])
+
+    monkeypatch.setattr("recipes.predict.generate", generate)
+    return seen
+
+
+def test_instructions_are_asked_as_in_training(asked, tmp_path):
+    """Their inputs were left out, and a long one lost the line that a response follows."""
+    writer = Writer(max_length=40)
+    entries = [{"instruction": "Sum {pair} up.", "input": "long " * 50}, {"instruction": "Hi."}]
+    lines = "".join(json.dumps(one) + "\n" for one in entries)
+    (tmp_path / "new.jsonl").write_text(lines)
+    inputs = read_inputs([str(tmp_path / "new.jsonl")], writer.description, None, None)
+    writer([value for _, value in inputs])
+    assert asked == [[f"<s>{fill_template(**one)}" for one in entries]]
+    with pytest.raises(ValueError, match="no column 'question', .*: name it with --text or --pair"):
+        read_inputs([str(tmp_path / "new.jsonl")], writer.description, "question", None)
+
+
+def test_the_column_of_prompts_is_that_of_training(tmp_path):
+    (tmp_path / "new.csv").write_text("mr,target,text\nname[Eagle],a,b\n")
+    for data, seen in (
+        (E2EData(source="generated", vocab_size=300), "name[Eagle]"),
+        (TextToTextData("columns", files={"train": "a.csv", "val": "a.csv"}), "b"),
+        (CorpusData("files", "a.txt", column="target"), "a"),
+    ):
+        data._tokenizer = train_tokenizer([], 259)
+        found = read_inputs([str(tmp_path / "new.csv")], data.describe(), None, None)
+        assert found == [(seen, seen)]
+        with pytest.raises(ValueError, match="--pair text: this checkpoint continues one text"):
+            read_inputs([str(tmp_path / "new.csv")], data.describe(), None, "text")
 
 
 @pytest.mark.parametrize("text", ["nan", "-3", "0", "many", "M", ""])
