@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -356,7 +357,8 @@ class TextData(SentenceData):
     @functools.cached_property
     def _classes(self) -> dict[str, int]:
         found = set()
-        for line, row in self._rows("train", labelled=True):
+        rows = self._rows("train", labelled=True)
+        for line, row in rows:
             if not row[self.label]:
                 raise ValueError(
                     f"{self.files['train']}, line {line}: there is no {self.label}: fill it in, or "
@@ -368,6 +370,12 @@ class TextData(SentenceData):
                 f"{self.files['train']}: the column {self.label!r} has {len(found)} different "
                 "labels, expected two or more: name the right column in data.label, or set "
                 "data.regress to predict numbers."
+            )
+        if len(found) > max(10, len(rows) / 2):
+            rank_zero_warn(
+                f"{self.files['train']}: the column {self.label!r} has {len(found)} different "
+                f"labels in {len(rows)} lines, each of them a class: name the right column in "
+                "data.label, or set data.regress to predict numbers."
             )
         whole = [name for name in sorted(found) if name.removeprefix("-").isdigit()]
         if twice := [name for name in whole if f"{name}.0" in found]:

@@ -259,6 +259,18 @@ def test_a_score_that_no_loss_can_take_is_named(tmp_path: Path, score: str, said
         data.examples("train")
 
 
+def test_labels_that_are_hardly_classes_are_warned_of(tmp_path: Path, recwarn) -> None:
+    """A score for each sentence made a class of each."""
+    for share, warned in ((1, True), (2, False)):
+        rows = "".join(f"s,{i // share}.5\n" for i in range(22))
+        data = TextData(write(tmp_path, "a.csv", "sentence,label\n" + rows))
+        assert data.num_classes == 22 // share
+        said = [str(one.message) for one in recwarn if "set data.regress" in str(one.message)]
+        recwarn.clear()
+        assert len(said) == warned
+        assert not warned or "has 22 different labels in 22 lines, each of them a class" in said[0]
+
+
 def test_texts_without_a_token_are_refused(tmp_path: Path) -> None:
     """Of an empty text GPT-2's tokenizer makes no token: the padding alone was classified."""
     path = write(tmp_path, "a.csv", "sentence,label\n,x\nb,y\n  ,x\n,y\n")
