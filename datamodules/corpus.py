@@ -13,7 +13,6 @@ import json
 import os
 import re
 import sysconfig
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO, get_args
@@ -34,7 +33,7 @@ from datamodules.tokens import (
     WithTokenizer,
     fingerprint,
     load_tokenizer,
-    require_same,
+    set_tokenizer,
     tokenizer_state,
     train_tokenizer,
 )
@@ -226,30 +225,7 @@ class CorpusData(WithTokenizer):
 
     @property
     def tokenizer_cure(self) -> str:
-        return _cure("the one that it was trained with")
-
-    def refuse_another_tokenizer(self, model: str) -> None:
-        """Refuse a model with another tokenizer than the data's; warn if it comes with none.
-
-        Args:
-            model: a folder, or a name on the hub.
-
-        Raises:
-            ValueError: naming both tokenizers.
-        """
-        try:
-            tokenizer = load_tokenizer(model)
-        except OSError as error:
-            reason = str(error.__cause__).partition("\n")[0]
-            warnings.warn(
-                f"no tokenizer of the model {model} can be loaded ({reason}), so the data's, "
-                f"{self.tokenizer.name_or_path!r}, is taken for its own: if the model was trained "
-                "with another, set --data.tokenizer to that",
-                stacklevel=2,
-            )
-            return
-        state = tokenizer_state(tokenizer)
-        require_same(f"the model {model}", state, self.tokenizer, _cure(model))
+        return set_tokenizer("the one that it was trained with")
 
     def _exists(self, part: str) -> bool:
         """Whether a part has its own documents; otherwise it is held out of the training part."""
@@ -325,10 +301,6 @@ class CorpusData(WithTokenizer):
                 return
             left -= len(text.encode())
             yield text
-
-
-def _cure(tokenizer: str) -> str:
-    return f"set --data.tokenizer to {tokenizer} (one that is trained here depends on the text)"
 
 
 # Reading documents.

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -169,6 +170,36 @@ class WithTokenizer(PartsData):
         if "description" in state_dict:
             state = state_dict["description"]["tokenizer"]
             require_same("the checkpoint", state, self.tokenizer, self.tokenizer_cure)
+
+    def refuse_another_tokenizer(self, model: str) -> None:
+        """Refuse a model with another tokenizer than the data's; warn if it comes with none.
+
+        Args:
+            model: a folder, or a name on the hub.
+
+        Raises:
+            ValueError: naming both tokenizers.
+        """
+        if model == self.tokenizer.name_or_path:
+            return
+        try:
+            tokenizer = load_tokenizer(model)
+        except OSError as error:
+            reason = str(error.__cause__).partition("\n")[0]
+            warnings.warn(
+                f"no tokenizer of the model {model} can be loaded ({reason}), so the data's, "
+                f"{self.tokenizer.name_or_path!r}, is taken for its own: if the model was trained "
+                "with another, set --data.tokenizer to that",
+                stacklevel=2,
+            )
+            return
+        state = tokenizer_state(tokenizer)
+        require_same(f"the model {model}", state, self.tokenizer, set_tokenizer(model))
+
+
+def set_tokenizer(tokenizer: str) -> str:
+    """What to do about another tokenizer than the model's."""
+    return f"set --data.tokenizer to {tokenizer} (one that is trained here depends on the text)"
 
 
 Role = Literal["text", "text_target"]  # what a model reads or writes, as tokenizers call it

@@ -186,8 +186,11 @@ def build_text(
     return model.train()
 
 
-def match_tokenizer(model: Any, trainer: Any) -> None:
+def match_tokenizer(model: Any, trainer: Any, weights: str | None = None) -> None:
     """Check the model's vocabulary against the DataModule's tokenizer, if the trainer has one.
+
+    A pre-trained model needs its own tokenizer: with another one that has no more tokens it would
+    read other words, without an error.
 
     A model without a padding token (GPT-2, which needs one as a classifier) gets the tokenizer's,
     and so does every decoder that classifies: it reads the last token that is no padding.
@@ -195,9 +198,11 @@ def match_tokenizer(model: Any, trainer: Any) -> None:
     Args:
         model: a transformers model; its configuration may get a `pad_token_id`.
         trainer: a Lightning Trainer, or None.
+        weights: name or folder of the pre-trained weights, if the model has such.
 
     Raises:
-        ValueError: if the tokenizer has tokens that the model has no embedding of.
+        ValueError: if the tokenizer has tokens that the model has no embedding of, or is not the
+            one that belongs to the weights.
     """
     data = getattr(trainer, "datamodule", None)
     tokens, config = getattr(data, "vocab_size", 0), model.config
@@ -208,6 +213,8 @@ def match_tokenizer(model: Any, trainer: Any) -> None:
         )
     if config.pad_token_id is None or hasattr(model, "score"):  # transformers' decoders name it so
         config.pad_token_id = getattr(data, "pad_token_id", config.pad_token_id)
+    if weights is not None and hasattr(data, "refuse_another_tokenizer"):
+        data.refuse_another_tokenizer(weights)
 
 
 def classifier_names(model: Any) -> list[str]:

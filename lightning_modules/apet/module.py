@@ -57,7 +57,7 @@ class LabelWordTuning(TextTuning):
             h.label_tokens = data.label_tokens
         task = task_of(h.architecture)
         model = build_text(h.architecture, task, h.model_args or {}, self.pretrained)
-        match_tokenizer(model, self._trainer)
+        match_tokenizer(model, self._trainer, h.architecture if self.pretrained else None)
         return LabelWords(model, h.label_tokens, **getattr(data, "around_labels", {}))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -129,7 +129,7 @@ class TextToTextTuning(LanguageTuning):
         if not encoder_decoder:
             return super().build()
         model = build_text(h.architecture, task, h.model_args or {}, self.pretrained)
-        match_tokenizer(model, self._trainer)
+        match_tokenizer(model, self._trainer, h.architecture if self.pretrained else None)
         return model
 
     def outputs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

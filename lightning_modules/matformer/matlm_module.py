@@ -124,10 +124,8 @@ class MatLM(ElasticModule):
         else:
             config = AutoConfig.for_model(**h.config)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        match_tokenizer(model, self._trainer)
+        match_tokenizer(model, self._trainer, h.architecture if self.pretrained else None)
         data = getattr(self._trainer, "datamodule", None)
-        if self.pretrained and (refuse := getattr(data, "refuse_another_tokenizer", None)):
-            refuse(h.architecture)
         longest = getattr(model.config, "max_position_embeddings", None)
         length = getattr(data, "length", 0)
         if longest is not None and length > longest:

@@ -135,9 +135,10 @@ class Adaptation(L.LightningModule):
         if self.model is not None:
             return
         h: Any = self.hparams
-        model = self._build(self.pretrained and self.init_from is None, self.init_from)
+        pretrained = self.pretrained and self.init_from is None
+        model = self._build(pretrained, self.init_from)
         if h.modality == "text":
-            match_tokenizer(model, self._trainer)
+            match_tokenizer(model, self._trainer, h.architecture if pretrained else None)
         training = self._trainer is not None and self.trainer.state.fn == "fit"
         self.tracker.begin(model, dict(model.base_model.named_parameters()), training)
         if h.supcon_temperature is not None:

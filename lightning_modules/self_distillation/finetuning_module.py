@@ -127,7 +127,7 @@ class Finetuning(Evaluation, L.LightningModule):
         else:
             args = {**args, "num_labels": h.num_classes}
             model = build_text(h.architecture, "classification", args, pretrained)
-            match_tokenizer(model, self._trainer)
+            match_tokenizer(model, self._trainer, h.architecture if pretrained else None)
             run_by_length(model.base_model)
         if self.init_from is not None and h.modality == "images":
             load_encoder(model, self.init_from)

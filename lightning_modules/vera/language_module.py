@@ -43,7 +43,7 @@ class LanguageTuning(FineTuning):
         model: Any = build_text(
             h.architecture, "causal", h.model_args or {}, self.pretrained, h.quantize
         )
-        match_tokenizer(model, self._trainer)
+        match_tokenizer(model, self._trainer, h.architecture if self.pretrained else None)
         if h.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model

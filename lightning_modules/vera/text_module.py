@@ -30,7 +30,7 @@ class TextTuning(FineTuning):
         h: Any = self.hparams
         arguments = {**(h.model_args or {}), "num_labels": h.num_classes}
         model = build_text(h.architecture, "classification", arguments, self.pretrained)
-        match_tokenizer(model, self._trainer)
+        match_tokenizer(model, self._trainer, h.architecture if self.pretrained else None)
         return model
 
     def default_heads(self, model: nn.Module) -> list[str]:

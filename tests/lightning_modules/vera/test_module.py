@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import lightning as L
@@ -17,6 +18,10 @@ from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification, BertModel
 
 from callbacks.seeding import SeedEveryStep
+from datamodules import InstructionData
+from datamodules.tokens import train_tokenizer
+from lightning_modules.apet.module import TextToTextTuning
+from lightning_modules.backbones import build_text
 from lightning_modules.labels import IGNORED
 from lightning_modules.vera import (
     ImageTuning,
@@ -276,6 +281,28 @@ def test_model_and_tokenizer_have_to_fit():
     assert logits.shape == (2, 2)
     [logits] = predict(TextTuning(2, "gpt2", model_args=GPT2, rank=2), Tokens(50))
     assert logits.shape == (2, 2)  # transformers wants a padding token for that
+
+
+@pytest.mark.parametrize("kind", [partial(TextTuning, 2), LanguageTuning, TextToTextTuning])
+def test_a_pre_trained_model_reads_its_own_tokens(kind, tmp_path):
+    """Another tokenizer of no more tokens trained it on other words, without a word."""
+    own, other = str(tmp_path / "own"), str(tmp_path / "other")
+    build_text("gpt2", "causal", {**GPT2, "vocab_size": 270}).save_pretrained(own)
+    train_tokenizer([], 259).save_pretrained(own)
+    train_tokenizer(["a word, another word"], 262).save_pretrained(other)
+
+    def built(tokenizer, pretrained=True):
+        module = kind(architecture=own, pretrained=pretrained)
+        data = InstructionData(source="generated", tokenizer=tokenizer)
+        module.trainer = SimpleNamespace(datamodule=data)
+        return module.build()
+
+    built(own)
+    built(other, pretrained=False)
+    with pytest.raises(
+        ValueError, match="own has another tokenizer, of 259 .*: set --data.tokeniz"
+    ):
+        built(other)
 
 
 class FakeData:
