@@ -47,10 +47,13 @@ class SaveAdapter(L.Callback):
 
 
 def run_folder(trainer: L.Trainer) -> Path:
-    """Where a training leaves its files; the checkpoints' folder if that is somewhere else."""
+    """Where a training leaves its files; the checkpoints' folder if that is somewhere else.
+
+    The current folder, which every run without a `default_root_dir` has, is no run's own.
+    """
     root = Path(trainer.default_root_dir).resolve()
     kept = getattr(trainer.checkpoint_callback, "dirpath", None)
-    if kept is None or Path(kept).resolve().is_relative_to(root):
+    if kept is None or (Path(kept).resolve().is_relative_to(root) and root != Path.cwd()):
         return root
     return Path(kept)
 

@@ -50,6 +50,15 @@ def test_it_is_written_beside_checkpoints_that_are_kept_elsewhere(tmp_path):
     assert (tmp_path / "run" / "adapter").is_dir()
 
 
+def test_runs_of_the_current_folder_overwrite_no_adapter_of_each_other(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for run in ("one", "two"):
+        callbacks = [SaveAdapter(), ModelCheckpoint(run)]
+        train(tmp_path, "vera", callbacks=callbacks, enable_checkpointing=True)
+        assert (tmp_path / run / "adapter").is_dir()
+    assert not (tmp_path / "adapter").exists()
+
+
 def test_a_smoke_test_overwrites_no_adapter(tmp_path):
     train(tmp_path, "vera", fast_dev_run=True)
     assert not (tmp_path / "adapter").exists()
