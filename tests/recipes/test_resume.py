@@ -95,3 +95,16 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(case, tmp_path):
     if options == EVERY_EPOCH:
         with pytest.raises(ValueError, match="256 samples in an optimizer step and .* has 128"):
             fit(tmp_path / "other", *options, last, "--data.batch_size=128")
+        with pytest.raises(ValueError, match="model.lr is 0.5, but the checkpoint's run had 0.00"):
+            fit(tmp_path / "faster", *options, last, "--model.lr=0.5")
+
+
+def test_a_run_that_max_steps_has_ended_inside_an_epoch_continues_there(tmp_path):
+    """Lightning counts the epoch as complete: its other batches were left out without a word."""
+    batches, _, whole = fit(tmp_path / "whole", *EVERY_EPOCH)
+    first, _, _ = fit(tmp_path / "first", *EVERY_EPOCH, "--trainer.max_steps=8")
+    last = f"--ckpt_path={tmp_path / 'first' / 'last.ckpt'}"
+    later, _, resumed = fit(tmp_path / "resumed", *EVERY_EPOCH, last)
+    assert len(first) == 8 and resumed["global_step"] == whole["global_step"]
+    # the learning rates differ: the first run's schedule ended with its steps
+    assert [seen[:-1] for seen in first + later] == [seen[:-1] for seen in batches]
