@@ -204,7 +204,7 @@ def match_tokenizer(model: Any, trainer: Any, weights: str | None = None) -> Non
         ValueError: if the tokenizer has tokens that the model has no embedding of, or is not the
             one that belongs to the weights.
     """
-    data = getattr(trainer, "datamodule", None)
+    data: Any = getattr(trainer, "datamodule", None)
     tokens, config = getattr(data, "vocab_size", 0), model.config
     if tokens > config.vocab_size:
         raise ValueError(

@@ -209,10 +209,10 @@ class Predictor:
     def _prompts(self, inputs: Sequence[str | tuple[str, str]]) -> list[Prediction]:
         texts = [self._filled(*([one] if isinstance(one, str) else one)) for one in inputs]
         before, behind = self.description["before"], self.description["behind"]
-        # without it, nothing is cut; nor where the template goes on: its end asks for the answer
-        longest = self.description.get("max_length")
-        whole = longest is None or not self.description["template"].endswith("{input}")
-        room = None if whole else longest - len(before) - len(behind)
+        longest = self.description.get("max_length")  # without it, nothing is cut
+        if not self.description["template"].endswith("{input}"):
+            longest = None  # nor where the template goes on: its end asks for the answer
+        room = None if longest is None else longest - len(before) - len(behind)
         ids = [[*before, *one[:room], *behind] for one in encode(texts, self.tokenizer)]
         require_tokens(ids)
         samples = [{"input_ids": one, "attention_mask": [1] * len(one)} for one in ids]
