@@ -109,6 +109,14 @@ def test_schedules_warm_up_and_end_with_the_run(schedule, expected):
     assert built["lr_scheduler"]["interval"] == "step"
 
 
+@pytest.mark.parametrize(("warmup", "steps"), [(0.29, 29), (1, 1), (2, 2)])
+def test_warmup_below_one_is_a_share(warmup, steps):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    built = with_schedule(optimizer, "constant_with_warmup", warmup, 100)
+    [factor] = built["lr_scheduler"]["scheduler"].lr_lambdas
+    assert factor(steps) == 1 and factor(steps - 1) == pytest.approx((steps - 1) / steps)
+
+
 def test_a_schedule_needs_an_end():
     trainer = SimpleNamespace(
         estimated_stepping_batches=float("inf"), max_epochs=-1, max_steps=-1, fit_loop=None

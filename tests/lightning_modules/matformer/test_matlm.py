@@ -8,6 +8,7 @@ import math
 import shutil
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -116,6 +117,29 @@ def test_joint_loss_is_that_of_all_granularities(joint, split):
         losses.append(lm.model(ids[rows], labels=labels[rows]).loss)
     expected = torch.stack(losses).sum() / (4 if joint == "mean" else 1)
     assert torch.allclose(lm.training_loss(ids, labels), expected)
+
+
+def test_the_loss_of_bfloat16_is_computed_in_float32():
+    batch = tokens()
+    for share in (0.0, 0.5):
+        lm = module(distill=share)
+        lm.teacher = lm.model
+        lm.bfloat16()
+        assert lm.loss(batch["input_ids"], batch["labels"]).dtype == torch.float32
+
+
+def test_joint_training_has_no_idle_tail(tmp_path, texts):
+    lm = module(joint="mean")
+    before = lm.model.model.layers[0].mlp.c_fc.weight.detach().clone()
+    trainer(tmp_path, 1).fit(lm, corpus(texts))
+    assert (before != lm.model.model.layers[0].mlp.c_fc.weight).any(1).all()
+
+
+def test_a_schedule_takes_its_arguments():
+    lm = module(schedule="cosine_with_min_lr", schedule_args={"min_lr_rate": 0.1})
+    lm._trainer = SimpleNamespace(estimated_stepping_batches=8, fit_loop=SimpleNamespace())
+    [factor] = lm.configure_optimizers()["lr_scheduler"]["scheduler"].lr_lambdas[:1]
+    assert factor(8) == pytest.approx(0.1)
 
 
 def test_distillation_pulls_towards_the_teacher(tmp_path, texts):

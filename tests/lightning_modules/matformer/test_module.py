@@ -9,8 +9,11 @@ import torch
 from torch.nn import functional as F
 
 from callbacks.granularity import GranularitySampling
-from lightning_modules.matformer import MatViT, extract, granularity, set_granularity
-from lightning_modules.matformer.consistency import classification_loss
+from lightning_modules.matformer import MatViT, consistency, extract, granularity, set_granularity
+from lightning_modules.matformer.consistency import (
+    classification_loss,
+    nearest_neighbour_accuracy,
+)
 from lightning_modules.pela import factorize
 
 CLASSES = 5
@@ -191,6 +194,21 @@ def test_idle_tail_is_what_the_setting_says(policy):
     changed = (before != module.model.blocks[1].mlp.fc1.weight).any(1)
     assert changed[:16].all()
     assert changed[16:].any() == changed[16:].all() == (policy == "moving")
+
+
+def test_joint_training_has_no_idle_tail():
+    module = build(joint="mean", lr=0.1)
+    before = module.model.blocks[1].mlp.fc1.weight.detach().clone()
+    trainer(max_steps=1).fit(module, data())
+    assert (before != module.model.blocks[1].mlp.fc1.weight).any(1).all()
+
+
+def test_the_nearest_document_is_that_of_the_smallest_angle(monkeypatch):
+    monkeypatch.setattr(consistency, "SCORED", 3)  # one query at a time
+    documents = torch.tensor([[10.0, 10.0], [0.0, 1.0], [1.0, 0.0]])
+    queries = torch.tensor([[0.1, 2.0], [3.0, 2.9], [1.0, 0.1], [1.0, 0.1]])
+    labels = torch.tensor([1, 0, 2, 0])  # the last one is wrong
+    assert nearest_neighbour_accuracy(queries, labels, documents, torch.arange(3)) == 0.75
 
 
 def test_the_schedule_spans_the_run():

@@ -236,6 +236,7 @@ def test_labels_are_understood():
     both = nesting_of(nest(small_vit(), {"ffn": (1 / 4, 1 / 2, 1), "heads": (1 / 4, 1 / 2, 1)}))
     for chosen in ([0] * 6, [0, 1, 0, 1, 2, 2], [1, 0, 1, 0, 1, 0]):
         assert both.resolve(both.label(chosen)) == chosen
+    assert both.label([1] * 6) == "1"  # and not "ffn:1,heads:1"
     assert both.resolve("ffn:0") == both.resolve({"ffn": 0})
 
 

@@ -7,6 +7,7 @@ import timm
 import torch
 import torchvision
 import transformers
+from timm.layers import Mlp
 from torch import nn
 
 from lightning_modules.counting import count_parameters
@@ -249,6 +250,28 @@ def test_importance_of_groups_of_heads_is_that_of_their_columns():
 
 
 @torch.no_grad()
+def test_importance_of_a_block_is_how_far_it_turns_the_tokens_that_count():
+    model = nest(text("llama"), (1 / 2, 1), "depth")
+    seen = []
+    block = model.model.layers[1]
+    hook = block.register_forward_hook(lambda _, args, output: seen.append((args[0], output)))
+    mask = torch.ones(2, 9)
+    mask[1, 4:] = 0
+    scores = importance(model, [batch("llama") | {"attention_mask": mask}])
+    hook.remove()
+    cosines = nn.functional.cosine_similarity(*seen[0], dim=-1)[mask.bool()]
+    torch.testing.assert_close(scores["depth"]["model.layers"][1], 1 - cosines.mean())
+
+
+def test_importance_is_measured_without_dropout():
+    model = nn.Sequential(nn.Dropout(0.5), Mlp(8, 16)).train()
+    inputs = [torch.randn(4, 8)]
+    scores = importance(model, inputs)["ffn"]["1"]
+    assert model.training and model[0].training
+    assert torch.equal(scores, importance(model.eval(), inputs)["ffn"]["1"])
+
+
+@torch.no_grad()
 def test_important_neurons_first_lose_less():
     """A neuron that matters and comes last is kept once the neurons are sorted."""
     model = text("llama")
@@ -280,6 +303,8 @@ def test_the_least_important_block_is_skipped_first():
     dense = output(model, "llama")
     set_granularity(model, 1)
     torch.testing.assert_close(output(model, "llama"), dense)
+    reorder(model, {"depth": {"model.layers": torch.tensor([0.0, 1.0, 3.0, 2.0])}})
+    assert stack.kept == ((0, 2), (0, 2, 3), (0, 1, 2, 3))  # the first one whatever its score
 
 
 def test_scores_that_do_not_fit_are_refused_before_anything_moves():
@@ -314,6 +339,8 @@ def test_torch_and_torchvision_models():
         torch.testing.assert_close(model(x), small(x))
         assert (model(x) - dense).abs().max() > 1e-4
         assert count_parameters(small) < count_parameters(model)
+        if model is encoder:  # what leaves may use that kernel again
+            assert small.layers[0].activation_relu_or_gelu == layer.activation_relu_or_gelu != 0
     assert small.encoder.layers[0].mlp[0].out_features == 6
     with pytest.raises(ValueError, match="takes its head size from the width"):
         nest(torchvision.models.VisionTransformer(16, 8, 2, 4, 24, 48), QUARTERS, "heads")
@@ -327,6 +354,16 @@ def test_what_mixes_tokens_or_makes_biases_is_not_nested():
         model = nest(timm.create_model(name, **settings))
         for layer in nesting_of(model).layers:
             assert layer.name.endswith(("mlp", "mlp_channels")) and "pos" not in layer.name
+
+
+def test_what_leaves_is_frozen_where_the_model_is_and_has_its_sizes_in_the_configuration():
+    model = nest(text("llama"), QUARTERS)
+    model.model.layers[1].mlp.down_proj.requires_grad_(False)
+    for chosen, size in (("S", 12), ([0, 1, 2, 3], 48)):  # it has no place for a mix of sizes
+        small = extract(model, chosen)
+        frozen = [name for name, p in small.named_parameters() if not p.requires_grad]
+        assert frozen == ["model.layers.1.mlp.down_proj.weight"]
+        assert small.config.intermediate_size == size
 
 
 def test_extracting_never_holds_a_second_full_model():

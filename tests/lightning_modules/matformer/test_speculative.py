@@ -18,6 +18,7 @@ from lightning_modules.matformer import drafts, views
 from lightning_modules.matformer.nest import nest, set_granularity
 from lightning_modules.matformer.speculative import (
     SpeculationRecord,
+    _best_length,
     expected_speedup,
     relative_cost,
     speculative_generate,
@@ -96,6 +97,7 @@ def test_first_layers_draft(layers, share_cache):
     assert written.tolist() == [greedy(model, row, 40) for row in ids.tolist()]
     if layers == 3:
         assert record.acceptance == 1 and record.rounds == 10
+        assert record.drafted == 2 * (39 - 10)  # none beyond the last token that is asked for
     else:
         assert 0 < record.acceptance < 1
 
@@ -160,6 +162,17 @@ def test_end_tokens_and_padding():
     for text, row, length in zip(texts, written.tolist(), lengths, strict=True):
         assert row[: 5 + length] == text[: 5 + length]
         assert set(row[5 + length :]) <= {22}
+
+
+def test_a_finished_row_is_not_counted():
+    model, ids = build(), prompts(2)
+    end = greedy(model, ids[1].tolist(), 1)[-1]  # so that the second row ends at once
+    alone, beside = SpeculationRecord(), SpeculationRecord()
+    for record, rows in ((alone, ids[:1]), (beside, ids)):
+        speculative_generate(
+            model, rows, None, 20, 3, draft_layers=1, eos_token_id=end, record=record
+        )
+    assert alone == beside and alone.rounds > 1
 
 
 def test_stop_strings_end_a_text_where_transformers_ends_it():
@@ -246,6 +259,12 @@ def test_expected_speedup():
     assert expected_speedup(0.5, 0, 0.5) == 1
 
 
+@pytest.mark.parametrize(("accepted", "tested", "rate"), [(0, 0, 0.5), (5, 8, 0.6), (8, 8, 0.9)])
+def test_an_adaptive_draft_is_as_long_as_the_acceptance_so_far_asks(accepted, tested, rate):
+    best = max(range(1, 17), key=lambda k: expected_speedup(rate, k, 0.1))
+    assert _best_length(SpeculationRecord(tested=tested, accepted=accepted), 0.1) == best < 16
+
+
 def test_the_relative_cost_is_that_of_one_token():
     """Here the layers of XL, not of S, are large enough for FewRowsLinear, which doubles a row."""
     d, layers = 256, 4
@@ -266,6 +285,9 @@ def test_dropout_is_off_and_the_mode_comes_back():
     model.train()
     assert torch.equal(speculative_generate(model, ids, None, 10, draft_layers=2), expected)
     assert model.training
+    draft, record = copy.deepcopy(model), SpeculationRecord()
+    speculative_generate(model, ids, draft, 10, record=record)
+    assert record.acceptance == 1 and draft.training
     model(expected, labels=expected).loss.backward()  # what was written can be trained on
     assert not expected.is_inference()
 
