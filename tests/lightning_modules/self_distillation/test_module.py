@@ -2,16 +2,19 @@
 
 import copy
 import json
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
 import timm
 import torch
+from sklearn.metrics import accuracy_score, f1_score
 from timm.models import save_for_hf
 from torch.nn import functional as F
 from transformers import ViTMAEConfig, ViTMAEForPreTraining, ViTMAEModel
 
 from datamodules.loading import build_loader
+from lightning_modules.labels import IGNORED
 from lightning_modules.self_distillation import (
     Adaptation,
     Finetuning,
@@ -21,7 +24,7 @@ from lightning_modules.self_distillation import (
     r3f,
     supervised_contrastive,
 )
-from lightning_modules.self_distillation.adaptation_module import split
+from lightning_modules.self_distillation.adaptation_module import rows_of, split
 from lightning_modules.weights import fingerprint, read_state_dict
 
 VIT = {
@@ -205,6 +208,92 @@ def test_every_way_to_tie_reaches_what_it_should(distil, kind, files):
     assert bool(decoder) == (distil == "predictions") and inside - decoder
 
 
+@pytest.mark.parametrize("kind", ["images", "text"])
+def test_student_and_teacher_predict_under_the_same_masks(kind, files):
+    module = alone(distilling(kind, files, distil="predictions", mae_weight=0.0), kind)
+    module.teacher.load_state_dict(module.model.state_dict())
+    assert module.training_step(batch(kind), 0).abs() < 1e-6
+
+
+@pytest.mark.parametrize("distil", ["hidden", "predictions"])
+def test_padding_and_the_reduction_have_their_say(distil, files):
+    losses = []
+    for width, settings in ((0, {}), (3, {}), (3, {"reduction": "mean"})):
+        module = alone(
+            distilling("text", files, distil=distil, mae_weight=0.0, **settings), "text"
+        ).eval()
+        module._hide = lambda inputs: (inputs["input_ids"], None)
+        inputs, labels = split(batch("text"))
+        padded = {name: F.pad(values, (0, width)) for name, values in inputs.items()}
+        losses.append(module.training_step(padded | {"labels": labels}, 0))
+    torch.testing.assert_close(losses[1], losses[0])
+    each = 9 * (16 if distil == "hidden" else 1)  # tokens, and a hidden state's numbers
+    torch.testing.assert_close(losses[2], losses[0] / each)
+
+
+def test_tokens_are_hidden_as_mae_args_and_the_tokenizer_say():
+    arguments = {"ratio": 0.9, "as_mask": 0.0, "as_random": 0.0}
+    module = alone(adaptation("text", mae_args=arguments), "text", teacher=False)
+    ids = torch.arange(40).repeat(50, 1)
+    corrupted, labels = module._hide({"input_ids": ids})
+    hidden = labels != IGNORED
+    assert torch.equal(corrupted, ids)
+    assert not hidden[:, :5].any() and 0.85 < hidden[:, 5:].float().mean() < 0.95
+
+
+@pytest.mark.parametrize("kind", ["images", "text"])
+def test_the_error_of_validation_is_over_all_examples_under_fixed_masks(kind):
+    module = alone(adaptation(kind), kind, teacher=False).eval()
+    inputs, labels = split(batch(kind))
+    expected = 0.0
+    labels[0] = IGNORED  # it only fills the last batch up
+    for number, rows in enumerate(([1, 2], [3])):
+        real = rows_of(inputs, torch.tensor(rows))
+        hidden = module._hide(real, torch.Generator().manual_seed(number))
+        prediction = module.objective.predict(module.model, real, hidden, False)
+        error = module.objective.loss(module.model, prediction, real, hidden)
+        expected += len(rows) / 3 * error.item()
+    for _ in range(2):
+        for number, rows in enumerate(([1, 2], [3, 0])):
+            rows = torch.tensor(rows)
+            examples = rows_of(inputs, rows)
+            if kind == "text":
+                module.validation_step(examples | {"labels": labels[rows]}, number)
+            else:
+                module.validation_step((examples, labels[rows]), number)
+        module.on_validation_epoch_end()
+        assert module.logged["val/mae"].item() == pytest.approx(expected)
+
+
+def test_scores_are_of_all_examples_without_padding():
+    module = alone(finetuning("images"), "images", teacher=False)
+    module.forward = lambda logits: logits
+    logits = torch.randn(7, CLASSES, generator=torch.Generator().manual_seed(0))
+    logits[:, 2] -= 9  # a class that is never predicted
+    labels = torch.tensor([0, 1, 2, 0, 0, 1, 2])
+    for _ in range(2):
+        module.score((logits[:4], labels[:4]))
+        filled = torch.cat([labels[4:], torch.tensor([IGNORED])])
+        module.score((torch.cat([logits[4:], logits[:1]]), filled))
+        module.report("val")
+        expected = {
+            "val/loss": F.cross_entropy(logits, labels).item(),
+            "val/accuracy": accuracy_score(labels, logits.argmax(1)),
+            "val/f1": f1_score(labels, logits.argmax(1), average="macro"),
+            "val/classes_predicted": 2,
+        }
+        assert {n: value.item() for n, value in module.logged.items()} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("make", [adaptation, finetuning])
+def test_the_rate_warms_up_and_falls_to_zero(make):
+    module = make("images", warmup=0.25)
+    module.configure_model()
+    module._trainer = SimpleNamespace(estimated_stepping_batches=8, fit_loop=SimpleNamespace())
+    factor = module.configure_optimizers()["lr_scheduler"]["scheduler"].lr_lambdas[0]
+    assert [factor(step) for step in (0, 1, 2, 5, 8)] == [0, 0.5, 1, 0.5, 0]
+
+
 def test_only_the_decoder_of_an_encoder_that_had_none(files):
     module = alone(adaptation("text", train="decoder"), "text", teacher=False)
     module.training_step(batch("text"), 0).backward()
@@ -244,6 +333,9 @@ def test_r3f_beside_cross_entropy(kind, files):
             noisy = r3f(module.model, inputs, logits, 1.0, "normal")
             assert noisy > 1e-6
             expected = expected + 2.0 * noisy
+            torch.manual_seed(0)
+            with torch.autocast("cpu", torch.bfloat16):  # below whose rounding the noise is
+                torch.testing.assert_close(module.training_step(batch(kind), 0), loss)
         torch.testing.assert_close(loss, expected)
 
 
