@@ -1,12 +1,19 @@
 """The draw depends on (seed, step) only."""
 
+import cpu_torchvision  # noqa: F401
+
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
+import timm
 import torch
+from lightning import LightningModule
 
 from callbacks.granularity import GranularitySampling
+from lightning_modules.matformer import nest
+from lightning_modules.matformer.nest import nesting_of
 
 
 def draws(callback, steps=range(2000)):
@@ -53,15 +60,21 @@ def test_per_layer_draws_are_independent():
     assert all(120 < count < 290 for count in counts.values())
 
 
+def test_the_batches_of_one_step_share_a_granularity():
+    module = LightningModule()
+    module.model = nest(timm.create_model("vit_tiny_patch16_224", depth=2))
+    sampling, drawn = GranularitySampling(seed=0), []
+    for batch in range(16):  # accumulated in pairs
+        trainer = SimpleNamespace(global_step=batch // 2)
+        sampling.on_train_batch_start(trainer, module, None, batch)
+        drawn.append([layer.granularity for layer in nesting_of(module.model).layers])
+    assert drawn[::2] == drawn[1::2] == [sampling.draw(step, 4, 2) for step in range(8)]
+
+
 @pytest.mark.parametrize(
     "probabilities", [[0.5, 0.5], [0.5, 0.5, 0.5, -0.5], [0.25, 0.25, 0.25, 0.26]]
 )
 def test_bad_probabilities(probabilities):
-    import timm
-    from lightning import LightningModule
-
-    from lightning_modules.matformer import nest
-
     module = LightningModule()
     module.model = nest(timm.create_model("vit_tiny_patch16_224", depth=1))
     with pytest.raises(ValueError, match="must be 4 numbers, one each for S, M, L, XL"):
