@@ -187,6 +187,15 @@ def test_the_default_csv_reader_would_lose_rows(recipes_data: Path) -> None:
     assert merged < len(read_glue("STS-B", path)) == 5749
 
 
+def test_the_seed_draws_what_is_held_out(tmp_path: Path):
+    write_glue(tmp_path, "RTE")
+    parts = [
+        GLUEData("RTE", str(tmp_path), vocab_size=300, val_fraction=0.25, seed=seed).examples("val")
+        for seed in (0, 0, 1)
+    ]
+    assert parts[0] == parts[1] != parts[2]
+
+
 def test_a_share_of_the_training_part_to_choose_on():
     """Validation on held-out training examples; the development part is left for the test."""
     official = GLUEData("RTE", source="generated", vocab_size=300)

@@ -93,6 +93,21 @@ class TestVerdict:
         assert judge(claim([A_B, over_d]), rows)[0] == UNDECIDED
         assert judge(claim([A_B, over_d, over_c]), rows)[0] == REFUTED
 
+    def test_an_interval_that_ends_at_the_threshold_decides_nothing(self):
+        same = table(a=[0.5, 0.6, 0.7], b=[0.5, 0.6, 0.7])
+        assert judge(claim(A_B), same)[0] == UNDECIDED
+
+    def test_of_several_the_undecided_ones_say_how_many_seeds(self):
+        rows = table(
+            a=[0.5, 0.51, 0.52], b=[0.4, 0.41, 0.43], c=[0.3, 0.8, 0.2], d=[0.3, 0.6, 0.5], e=[0.4]
+        )
+        over_c, over_d, over_e = (Comparison("accuracy", "a", other) for other in ("c", "d", "e"))
+        needed = [seeds_needed(one.difference(rows)) for one in (over_c, over_d)]
+        assert 3 < needed[1] < needed[0] < 1000
+        for tests, seeds in (([A_B, over_d], needed[1]), ([over_d, over_c], needed[0])):
+            assert judge(claim(tests), rows)[::2] == (UNDECIDED, f"{seeds} seeds would decide")
+        assert judge(claim([A_B, over_e]), rows)[2] == "one seed has no interval"
+
     def test_what_was_not_measured_is_not_judged(self):
         assert judge(claim(A_B), table(a=[0.5, 0.6])) == (
             NOT_JUDGED, "", "compute: not run here: accuracy of b",
@@ -152,7 +167,8 @@ class TestGate:
             "left out: CoLA, the gate is shut (accuracy of full and of majority): "
         )
         shut = rows[rows["set"] == "CoLA"]
-        assert judge(claim(test, gate), shut)[0] == NOT_JUDGED
+        word, _, reason = judge(claim(test, gate, reason="needs a cluster"), shut)
+        assert word == NOT_JUDGED and reason.startswith("left out: CoLA, the gate is shut")
 
     def test_a_gate_on_a_point_of_a_curve_is_judged_for_each_set(self):
         rows = table(
@@ -174,6 +190,7 @@ class TestSeedsNeeded:
         compared = Difference(mean=1.0, low=-1, high=3, sd=1.25, n=4)
         n = seeds_needed(compared)
         assert n == 15  # normal approximation: (1.96 + 0.84)² · 1.25² ≈ 12.3, and t is wider
+        assert seeds_needed(Difference(1.5, -0.5, 3.5, 1.25, 4), threshold=0.5) == n
         draws = np.random.default_rng(0).normal(1.0, 1.25, (4000, n))
         for count, least, most in ((n, 0.77, 0.87), (n // 2, 0.0, 0.6)):
             part = draws[:, :count]
@@ -320,6 +337,8 @@ def test_a_seed_that_diverged_is_said_and_not_left_out(mean_over):
     test = Comparison("accuracy", "a", "b", mean_over=mean_over)
     verdict, measured, reason = judge(claim(test), table(**rows))
     assert (verdict, measured) == (NOT_JUDGED, "") and "a seed has diverged" in reason
+    sound = Comparison("accuracy", "b", mean_over=mean_over)
+    assert judge(claim([sound, test]), table(**rows)) == (verdict, measured, reason)
 
 
 def test_this_repository_s_pages_agree_with_its_results():
