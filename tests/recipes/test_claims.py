@@ -107,6 +107,10 @@ class TestVerdict:
         for tests, seeds in (([A_B, over_d], needed[1]), ([over_d, over_c], needed[0])):
             assert judge(claim(tests), rows)[::2] == (UNDECIDED, f"{seeds} seeds would decide")
         assert judge(claim([A_B, over_e]), rows)[2] == "one seed has no interval"
+        # where the supported one has fewer seeds than would support it four times out of five
+        rows = table(a=[0.5, 0.51, 0.52], b=[0.4, 0.36, 0.32], c=[0.4, 0.39])
+        assert judge(claim([A_B, over_c]), rows)[::2] == (UNDECIDED, "3 seeds would decide")
+        assert seeds_needed(A_B.difference(rows)) == 4
 
     def test_what_was_not_measured_is_not_judged(self):
         assert judge(claim(A_B), table(a=[0.5, 0.6])) == (
