@@ -124,7 +124,7 @@ def test_bad_rows(tmp_path: Path) -> None:
     folder.mkdir()
     train = folder / "train.tsv"
     header = "index\tsentence1\tsentence2\tlabel\n"
-    train.write_text(header + "0\ta\tb\tentailment\n1\ta\tentailment\n")
+    train.write_text(header + "0\t a\tb \tentailment\n1\ta\tentailment\n")
     with pytest.raises(ValueError, match=r"train\.tsv, line 3: the row has 3 columns, expected 4"):
         GLUEData("RTE", root=str(tmp_path)).examples("train")
     skipped = GLUEData("RTE", root=str(tmp_path), bad_rows="skip")

@@ -259,15 +259,29 @@ def test_positions_that_start_behind_the_padding_s_index(prompted: bool) -> None
     ]
 
 
-def test_an_encoder_decoder_s_texts_fit_its_positions() -> None:
-    """BART's, which has as many for what it reads as for what it writes."""
+def bart() -> tuple[BartForConditionalGeneration, PreTrainedTokenizerFast]:
+    torch.manual_seed(1)
     config = BartConfig(
         vocab_size=20, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, init_std=0.5,
         max_position_embeddings=8, eos_token_id=0, pad_token_id=1, decoder_start_token_id=0,
     )  # fmt: skip
-    model = BartForConditionalGeneration(config)
     tokenizer = words(*(f"w{number}" for number in range(20)))
+    return BartForConditionalGeneration(config).double(), tokenizer
+
+
+def test_an_encoder_decoder_reads_no_padding() -> None:
+    model, tokenizer = bart()
+    rows = [[2, 3, 4, 5, 6], [7, 8]]
+    ids = torch.tensor([rows[0], [0, 0, 0, *rows[1]]])
+    batch = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+    alone = [generate(model, prompt(*row), tokenizer, 2, 6)[0] for row in rows]
+    assert generate(model, batch, tokenizer, 2, 6) == alone and alone[0] != alone[1]
+
+
+def test_an_encoder_decoder_s_texts_fit_its_positions() -> None:
+    """BART's, which has as many for what it reads as for what it writes."""
+    model, tokenizer = bart()
     assert len(generate(model, prompt(*range(2, 10)), tokenizer, max_new_tokens=8)) == 1
     for length, new in ((9, 8), (8, 9)):
         said = f"{length} tokens and max_new_tokens={new} are more than the 8 positions"

@@ -150,6 +150,9 @@ def test_rouge_l_by_hand() -> None:
     assert metrics.rouge_l([["q"]], references) == 0
     assert metrics.rouge_l([[]], references) == 0
     assert metrics.rouge_l(outputs, [[outputs[0]]]) == pytest.approx(1)
+    # the reference with the lower precision has the higher recall
+    apart = metrics.rouge_l([["a", "b", "c"]], [[["a", "x", "c", "y"], ["b"]]])
+    assert apart == pytest.approx(expected)
 
 
 def test_cider_by_hand() -> None:
@@ -168,6 +171,12 @@ def test_cider_clips_and_averages_references() -> None:
     assert metrics.cider(outputs, references) == pytest.approx(10 * (clipped / 2 / 4 + 1 / 4) / 2)
 
 
+def test_cider_takes_no_notice_of_words_of_every_input() -> None:
+    # counted once for an input, however many of its references have the word
+    outputs, references = [["a", "b"], ["a"]], [[["a", "c"], ["a"]], [["a"]]]
+    assert metrics.cider(outputs, references) == 0
+
+
 def test_bleu_with_uneven_references_and_case() -> None:
     outputs = ["The cat sat on the mat .", "a dog ran far away today"]
     references = [["the cat sat on the mat.", "A cat!"], ["A dog ran far away today"]]
@@ -175,6 +184,7 @@ def test_bleu_with_uneven_references_and_case() -> None:
     # by hand: 6 of 7, 5 of 6, 4 of 5, 3 of 4 n-grams; the closest reference is as long
     score = metrics.bleu(["the cat sat on the red mat"], [["the cat sat on the red dog"]])
     assert score == pytest.approx(100 * (6 / 7 * 5 / 6 * 4 / 5 * 3 / 4) ** 0.25)
+    assert metrics.bleu(["the red cat sat"], [["the red dog sat"]]) == 0  # not smoothed
 
 
 def test_scores_of_perfect_outputs() -> None:

@@ -122,6 +122,14 @@ def test_norm_over_the_hidden_state_is_that_of_the_narrow_layer(name):
         torch.testing.assert_close(model(images), native(images), rtol=1e-12, atol=1e-12)
 
 
+def test_a_norm_keeps_its_epsilon():
+    layer = nest(nn.Sequential(Mlp(8, 16, norm_layer=partial(nn.LayerNorm, eps=0.1))))
+    x = torch.randn(3, 8)
+    expected = extract(layer, "S")(x)
+    set_granularity(layer, "S")
+    torch.testing.assert_close(layer(x), expected)
+
+
 @pytest.mark.parametrize(
     ("part", "fractions"), [("ffn", (1 / 8, 1 / 4, 1 / 2, 1)), ("heads", HEAD_FRACTIONS)]
 )

@@ -94,6 +94,11 @@ def test_ranks_of_the_paper(inputs, outputs):
             assert plan_of(factorize(model, ratio)) == {"fc": expected}
 
 
+def test_a_rank_is_exact():
+    """In floating point 24 · 24 / (0.8 · 48) is below 15."""
+    assert plan_uniform(nn.ModuleDict({"fc": nn.Linear(24, 24, device="meta")}), 0.8) == {"fc": 15}
+
+
 def test_which_layers_of_a_vit_are_factorised():
     model = factorize(small_vit(), 2)
     assert list(plan_of(model)) == [
