@@ -215,7 +215,8 @@ def test_positions_are_pinned_across_machines_and_versions():
 PINNED = "fd9fff3f7deb534c"
 
 
-def test_elements_are_spread_uniformly():
+@pytest.mark.parametrize("budget", [100, 1469])  # beyond half, what stays frozen is drawn
+def test_elements_are_spread_uniformly(budget):
     model = torch.nn.Sequential(
         torch.nn.Linear(40, 30), torch.nn.LayerNorm(30), torch.nn.Linear(30, 9)
     )
@@ -223,13 +224,41 @@ def test_elements_are_spread_uniformly():
     starts = dict(zip(dict(model.named_parameters()), np.cumsum([0, *sizes]), strict=False))
     hits = np.zeros(sum(sizes))
     for seed in range(200):
-        for name, index in draw(model, 100, seed, ["add"]).add.items():
+        for name, index in draw(model, budget, seed, ["add"]).add.items():
             hits[starts[name] + index.numpy()] += 1
+    if budget > 100:
+        hits = 200 - hits
     assert hits.sum() == 200 * 100
     pieces = np.array([part.sum() for part in np.array_split(hits, 50)])
     expected = np.array([len(part) for part in np.array_split(hits, 50)]) * 200 * 100 / sum(sizes)
     assert stats.chisquare(pieces, expected).pvalue > 1e-3
     assert hits.max() < 40  # 200 draws of 100 in 1,569: each element 12.7 times on average
+
+
+def test_only_the_last_term_and_neuron_are_truncated():
+    model = made("bert")
+    layers = linear_layers(model)
+    placement = draw(model, 6000, 0, ["concat", "plug"])
+    truncated = {"concat": 0, "plug": 0}
+    for name, (down, up) in placement.concat.items():
+        outputs, inputs = shape_of(layers[name])
+        truncated["concat"] += (down, up) != (up // outputs * inputs, up // outputs * outputs)
+    for name, (down, biases, up, last) in placement.plug.items():
+        width = shape_of(layers[name])[0]
+        truncated["plug"] += (down, up, last) != (biases * width, biases * width, 0)
+    assert max(truncated.values()) <= 1 and len(placement.plug) > 9
+
+
+def test_a_truncated_term_or_neuron_has_all_its_parameters():
+    placement = Placement(
+        concat={"bert.pooler.dense": (32, 42)}, plug={"bert.pooler.dense": (32, 1, 42, 0)}
+    )
+    assert count(attach(made("bert"), Apet(placement))) == 32 + 42 + 32 + 1 + 42
+
+
+def test_the_output_layer_takes_no_terms():
+    model = made("gpt2")
+    assert model.get_output_embeddings() not in linear_layers(model).values()
 
 
 def test_terms_are_spread_over_the_layers_uniformly():
@@ -510,6 +539,8 @@ def test_lora_is_concat():
             w3, _ = ours.get_submodule(name).terms()
             layers[name].lora_A["default"].weight.copy_(w3)
     same_steps(ours, theirs)
+    trained = still(ours)
+    torch.testing.assert_close(still(merge(ours)), trained)
 
 
 def test_vera_is_concat_of_the_same_rank_and_not_the_other_way_round():

@@ -115,11 +115,12 @@ def test_asvd_scales_by_the_root_of_the_mean_magnitude():
 
 def test_calibration_moves_batches_to_the_models_device(elsewhere):
     layer = nn.Sequential(nn.Dropout(), nn.Linear(3, 16))  # calibrated without dropout
-    inputs = torch.randn(4, 3)
+    inputs = torch.randn(2, 4, 3)  # of 8 tokens
     with Calibration(layer) as calibration:
         run(layer, [elsewhere(inputs)])
     (moment,) = calibration.moments().values()
-    assert torch.allclose(moment, inputs.double().T @ inputs.double() / 4)
+    tokens = inputs.double().flatten(0, 1)
+    assert torch.allclose(moment, tokens.T @ tokens / 8)
 
 
 def test_energy_ranks_are_the_plans():

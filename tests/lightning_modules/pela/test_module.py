@@ -196,6 +196,12 @@ def test_losses_are_computed_in_full_precision_under_autocast(dense):
     )
 
 
+def test_the_cross_entropy_of_bfloat16_is_computed_in_float32(dense):
+    module = build(dense, alpha=0.0, beta=0.0).bfloat16()
+    images, labels = batch()
+    assert module.training_step((images.bfloat16(), labels), 0).dtype == torch.float32
+
+
 def queries_and_keys(block, inputs):
     """Of a block's attention, before any norm of theirs, (6, 4, 17, 8) each."""
     q, k, _ = block.attn.qkv(block.norm1(inputs)).chunk(3, dim=-1)
@@ -610,6 +616,7 @@ def test_token_merging_is_switched_on(dense):
 def test_shares_of_the_gradient(dense, monkeypatch):
     """Each weighted term's gradient norm over their sum, by a backward pass of its own."""
     module = build(dense, alpha=0.5, beta=3.0, epsilon=0.25)
+    module.model.patch_embed.requires_grad_(False)
     images, labels = batch()
     trainer = type("", (), {"global_step": 3, "log_every_n_steps": 4})
     monkeypatch.setattr(module, "_trainer", trainer)

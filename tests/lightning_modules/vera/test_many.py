@@ -1,5 +1,7 @@
 """A batch whose rows use different adapters computes each row as its adapter alone does."""
 
+from itertools import chain
+
 import pytest
 import torch
 from transformers import (
@@ -10,7 +12,7 @@ from transformers import (
 )
 
 from lightning_modules.vera import Adapters, add_vera, load_adapter, merge, save_adapter
-from lightning_modules.vera.vera import layers_of
+from lightning_modules.vera.vera import layers_of, vectors_of
 
 IDS = torch.arange(2, 26).view(4, 6)
 ROWS = ["one", "two", None, "one"]
@@ -76,6 +78,8 @@ def test_forward(tmp_path, build, targets, heads):
     folders = write(tmp_path, build, targets, heads)
     # The model's own vectors and head are neither of the two, and the base's head is its own.
     adapters = Adapters(add_vera(build(), 16, targets, heads=heads), folders)
+    for vector in chain(*vectors_of(adapters.model).values()):
+        torch.nn.init.normal_(vector)
     with torch.no_grad():
         before = adapters.model(IDS).logits
         with adapters.rows(ROWS):
@@ -174,6 +178,20 @@ def test_strangers_are_refused(tmp_path, arguments, message):
     with pytest.raises(ValueError, match=message):
         adapters.add("stranger", stranger)
     assert adapters.names == ("one", "two")
+
+
+def test_each_adapter_s_base_is_compared(tmp_path):
+    build, targets, heads = CASES["gpt2"]
+
+    def another():
+        model = build()
+        torch.nn.init.normal_(model.transformer.wte.weight)
+        return model
+
+    adapters = Adapters(build(), write(tmp_path, build, targets, heads))
+    (stranger,) = write(tmp_path, another, targets, heads, seeds=(3,)).values()
+    with pytest.raises(ValueError, match="was trained on another base"):
+        adapters.add("stranger", stranger)
 
 
 def test_a_merged_model_takes_no_rows(tmp_path):

@@ -142,6 +142,8 @@ def test_the_start_is_the_base(dtype, train):
     torch.testing.assert_close(dense, expected, **tight)
     names = [n for n in trainable(model) if "vera_" in n]
     assert {n.rpartition("vera_")[2][0] for n in names} == set(train)
+    precise = torch.promote_types(dtype, torch.float32)
+    assert {model.get_parameter(n).dtype for n in names} == {precise}
     forced(model, "factored")(x).sum().backward()
     trained = {n for n, p in model.named_parameters() if p.grad is not None}
     assert trained == set(trainable(model))
@@ -566,9 +568,11 @@ def test_a_conv1d_built_on_meta_is_initialised():
 def test_casting_a_model_leaves_the_vectors_in_float32():
     model = scramble(add_vera(toy(torch.float32), 8, ALL))
     exact = {name: (b.clone(), d.clone()) for name, (b, d) in vectors_of(model).items()}
+    model(torch.randn(2, 12)).sum().backward()
     model.bfloat16()
     assert model.query.weight.dtype == torch.bfloat16
     for name, pair in vectors_of(model).items():
+        assert all(vector.grad.dtype == torch.float32 for vector in pair)
         assert all(torch.equal(*both) for both in zip(pair, exact[name], strict=True))
     assert all(vector.dtype == torch.float64 for vector in vectors_of(model.double())["query"])
 
