@@ -42,6 +42,7 @@ from lightning_modules.apet import (
     strip,
     tunables,
 )
+from lightning_modules.apet.layer import initial_values
 from lightning_modules.apet.placement import Placement, linear_layers
 from lightning_modules.apet.product import product_elements
 from lightning_modules.apet.prompt import add_prompt
@@ -772,12 +773,15 @@ def test_sampled_and_dense_gradients_agree():
     torch.testing.assert_close(few, (left.float().T @ right.float()).flatten()[index[:20]])
 
 
+@pytest.mark.parametrize(
+    ("budget", "operations"), [(25, ["add"]), (150, ["add", "concat", "plug"])]
+)
 @pytest.mark.parametrize("kind", [torch.nn.Linear, transformers.pytorch_utils.Conv1D])
-def test_the_gradient_is_autograd_s(kind):
+def test_the_gradient_is_autograd_s(kind, budget, operations):
     torch.manual_seed(0)
     layer = kind(12, 20).double()
     model = torch.nn.Sequential(layer)
-    insert(model, 25, seed=1, operations=["add"])
+    insert(model, budget, seed=1, operations=operations)
     scatter(model)
     x = torch.randn(4, 5, *([20] if kind is not torch.nn.Linear else [12]), dtype=torch.float64)
     weights = torch.randn(4, 5, 12 if kind is not torch.nn.Linear else 20, dtype=torch.float64)
@@ -788,6 +792,17 @@ def test_the_gradient_is_autograd_s(kind):
 
     values = [p.detach().double().requires_grad_() for p in tunables(model).values()]
     assert torch.autograd.gradcheck(lambda *v: loss(v), values)
+
+
+def test_initial_values_are_uniform_by_the_number_of_inputs():
+    values = initial_values(0, "a layer", (500, 16))
+    assert 0.249 < values.max() <= 1 / 4 and -1 / 4 <= values.min() < -0.249
+
+
+def test_a_tuned_layer_computes_in_autocast_s_type():
+    model = insert(torch.nn.Sequential(torch.nn.Linear(12, 20)), 9, operations=["add"])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(torch.randn(2, 12)).dtype == torch.bfloat16
 
 
 class Operations(TorchDispatchMode):

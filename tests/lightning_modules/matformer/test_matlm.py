@@ -142,6 +142,23 @@ def test_a_schedule_takes_its_arguments():
     assert factor(8) == pytest.approx(0.1)
 
 
+def test_distillation_is_its_formula():
+    lm, batch = module(distill=0.3), tokens()
+    ids, labels = batch["input_ids"], batch["labels"][:, 1:]
+    teacher = copy.deepcopy(lm.model)
+    for model in (lm.model, teacher):
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+    object.__setattr__(lm, "teacher", teacher)
+    set_granularity(lm.model, "S")
+    counts = labels != -100
+    logits, targets = (net(ids).logits[:, :-1][counts] for net in (lm.model, teacher))
+    p = targets.softmax(-1)
+    divergence = (p * (p.log() - logits.log_softmax(-1))).sum(-1).mean()
+    expected = 0.7 * F.cross_entropy(logits, labels[counts]) + 0.3 * divergence
+    torch.testing.assert_close(lm.loss(ids, batch["labels"]), expected)
+
+
 def test_distillation_pulls_towards_the_teacher(tmp_path, texts):
     build_text("starcoder2", "causal", SMALL).save_pretrained(tmp_path / "dense")
     lm = module(architecture=str(tmp_path / "dense"), model_args=None, pretrained=True, distill=0.3)
