@@ -799,12 +799,6 @@ def test_initial_values_are_uniform_by_the_number_of_inputs():
     assert 0.249 < values.max() <= 1 / 4 and -1 / 4 <= values.min() < -0.249
 
 
-def test_a_tuned_layer_computes_in_autocast_s_type():
-    model = insert(torch.nn.Sequential(torch.nn.Linear(12, 20)), 9, operations=["add"])
-    with torch.autocast("cpu", torch.bfloat16):
-        assert model(torch.randn(2, 12)).dtype == torch.bfloat16
-
-
 class Operations(TorchDispatchMode):
     """The names of the operations that run."""
 

@@ -194,8 +194,11 @@ def test_merging_holds_in_every_type():
         weights = copy.deepcopy(model.state_dict())
         with torch.no_grad():
             expected = model(x).float()
+            delta = model.query.delta(model.query.slices[0], torch.float32)
+            rounded_once = (model.query.weight.float() + delta).to(dtype)
             error = (merge(model)(x).float() - expected).abs().max() / expected.abs().max()
         assert error < bound, dtype
+        assert torch.equal(model.query.weight, rounded_once)
         unmerge(model)
         assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
@@ -257,6 +260,20 @@ def test_low_precision_keeps_small_changes():
         torch.testing.assert_close(update.float(), exact, rtol=0.05, atol=1e-5)
         by_path = [forced(layer, path)(x.bfloat16()) for path in ("factored", "dense")]
     torch.testing.assert_close(*by_path, rtol=0.02, atol=0.02)
+
+
+@torch.no_grad()
+def test_low_precision_adds_outputs_and_not_weights():
+    """Where the base gives zero, as the sum of the rounded weights would too."""
+    torch.manual_seed(0)
+    layer = add_vera(nn.Sequential(nn.Linear(64, 64, bias=False)), 16, "0")
+    half = torch.randn(256, 32)
+    x = torch.cat([half, half], 1)
+    layer[0].weight[:, 32:] = -layer[0].weight[:, :32]
+    layer[0].vera_b.fill_(1e-3)
+    exact = layer(x)
+    short = forced(layer.bfloat16(), "dense")(x.bfloat16()).float()
+    assert (short - exact).norm() < 0.05 * exact.norm()
 
 
 def test_the_path_is_chosen_by_counting():
