@@ -9,7 +9,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from callbacks.resuming import Resuming
 
-
 MODULE = SimpleNamespace(hparams={})
 
 
