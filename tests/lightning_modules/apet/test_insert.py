@@ -44,7 +44,7 @@ from lightning_modules.apet import (
 )
 from lightning_modules.apet.layer import initial_values
 from lightning_modules.apet.placement import Placement, linear_layers
-from lightning_modules.apet.product import product_elements
+from lightning_modules.apet.product import add_at, product_elements
 from lightning_modules.apet.prompt import add_prompt
 from lightning_modules.layouts import shape_of
 from lightning_modules.tuning import tune
@@ -771,6 +771,21 @@ def test_sampled_and_dense_gradients_agree():
     few = product_elements(left, right, 40, index[:20])
     assert few.dtype == torch.float32
     torch.testing.assert_close(few, (left.float().T @ right.float()).flatten()[index[:20]])
+
+
+def test_elements_are_added_before_they_are_rounded():
+    """256 + 1.001 is nearer to 258 than to 256, but 256 + 1, the addend in bfloat16, is not."""
+    base, values = torch.full((2, 2), 256.0).bfloat16(), torch.tensor([1.001])
+    for dtype in (torch.bfloat16, torch.float32):
+        full = add_at(base.to(dtype), values, torch.tensor([3]), torch.bfloat16)
+        assert full.flatten().tolist() == [256, 256, 256, 258]
+
+
+def test_terms_and_neurons_of_a_layer_start_with_different_numbers():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    insert(model, 32, seed=0, operations=["concat", "plug"])
+    w3, w5 = model[0].terms()[0], model[0].neurons()[0]
+    assert w3.shape == w5.shape == (1, 8) and not (w3 == w5).any()
 
 
 @pytest.mark.parametrize(
