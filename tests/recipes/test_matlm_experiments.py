@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
-from datamodules import corpus
+from datamodules import corpus, tokens
 from datamodules.tokens import train_tokenizer
 from lightning_modules.backbones import build_text
 from lightning_modules.matformer import MatLM, nest, set_granularity
@@ -671,9 +671,9 @@ def test_a_decoder_with_another_tokenizer_is_not_prepared(tmp_path, where, monke
     data = of_another_tokenizer(tmp_path)
     name = str(tmp_path / "mine")
     if where == "on the hub":
-        name, load = "someone/mine", corpus.load_tokenizer
+        name, load = "someone/mine", tokens.load_tokenizer
         known = {name: str(tmp_path / "mine")}
-        monkeypatch.setattr(corpus, "load_tokenizer", lambda one: load(known.get(one, one)))
+        monkeypatch.setattr(tokens, "load_tokenizer", lambda one: load(known.get(one, one)))
     settings = {"data": data, "architecture": name, "model_args": {}}
     measuring: Any = SimpleNamespace(settings=settings, stages={}, seed=0, folder=tmp_path / "out")
     with pytest.raises(ValueError, match="mine has another tokenizer, of 2.. tokens, than the dat"):

@@ -451,7 +451,8 @@ def test_a_second_run_is_refused_and_a_killed_one_continues(script, tmp_path):
     first.send_signal(signal.SIGCONT)
     assert second.returncode == 2, said
     assert f"is in use by another run (process {first.pid})" in said
-    while not list(nested.glob("checkpoints/*.ckpt")):
+    # the log's folder comes with its first line, which may be after the first checkpoint
+    while not all(list(nested.glob(name)) for name in ("checkpoints/*.ckpt", "log*")):
         assert first.poll() is None and time.monotonic() < waited
         time.sleep(0.05)
     first.send_signal(signal.SIGKILL)
