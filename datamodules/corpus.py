@@ -32,8 +32,8 @@ from datamodules.token_files import (
 from datamodules.tokens import (
     WithTokenizer,
     fingerprint,
+    how_to_set,
     load_tokenizer,
-    set_tokenizer,
     tokenizer_state,
     train_tokenizer,
 )
@@ -225,7 +225,7 @@ class CorpusData(WithTokenizer):
 
     @property
     def tokenizer_cure(self) -> str:
-        return set_tokenizer("the one that it was trained with")
+        return how_to_set("the one that it was trained with")
 
     def _exists(self, part: str) -> bool:
         """Whether a part has its own documents; otherwise it is held out of the training part."""

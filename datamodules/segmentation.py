@@ -136,13 +136,13 @@ class SegmentationData(SceneData):
         Raises:
             ValueError: there is one class only, which would be every pixel's: 0 is not learned.
         """
-        if len(self.class_names) == 1:
+        names = self.class_names
+        if len(names) == 1:
             raise ValueError(
-                f"{self.folder / CLASSES} has one class only, {self.class_names[0]!r}, expected "
-                "two or more: pixels of 0 count nowhere, so give the background a number and a "
-                "line of its own."
+                f"{self.folder / CLASSES} has one class only, {names[0]!r}, expected two or more: "
+                "pixels of 0 count nowhere, so give the background a number and a line of its own."
             )
-        return len(self.class_names)
+        return len(names)
 
     def pairs(self, part: str) -> list[tuple[Path, Path]]:
         return list_pairs(self.folder, PARTS["train" if part == "train" else "val"])

@@ -194,10 +194,10 @@ class WithTokenizer(PartsData):
             )
             return
         state = tokenizer_state(tokenizer)
-        require_same(f"the model {model}", state, self.tokenizer, set_tokenizer(model))
+        require_same(f"the model {model}", state, self.tokenizer, how_to_set(model))
 
 
-def set_tokenizer(tokenizer: str) -> str:
+def how_to_set(tokenizer: str) -> str:
     """What to do about another tokenizer than the model's."""
     return f"set --data.tokenizer to {tokenizer} (one that is trained here depends on the text)"
 

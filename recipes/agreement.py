@@ -53,8 +53,8 @@ def imply_normalisation(settings: Namespace) -> None:
         settings: parsed settings of a stage; changed in place.
     """
     data, model = _arguments(settings, "data"), _arguments(settings, "model")
-    if data is None or "mean" not in data:
-        return
+    if data is None or None not in (data.get("mean", HALF), data.get("std", HALF)):
+        return  # nothing to ask the hub for
     pretrained = model is not None and model.get("pretrained")
     trained = (_statistics(_architecture(settings)) if pretrained else None) or HALF
     for key, value in trained.items():

@@ -82,8 +82,8 @@ class TunedProduct(torch.autograd.Function):
             *(kept, weight, cast, bias, w3, w5, left, right, hidden, values, index, starts, columns)
         )
         ctx.shape, ctx.scale, ctx.transposed = x.shape, scale, transposed
-        y = y.view(*x.shape[:-1], y.shape[1])
-        return torch.ops.aten._unsafe_view(y, y.shape)  # a view could not be changed in place
+        # a view could not be changed in place
+        return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[1]])
 
     @staticmethod
     @once_differentiable

@@ -11,7 +11,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lightning_modules.backbones import classifiers
@@ -190,13 +189,11 @@ def _output_layers(model: Any) -> Sequence[nn.Module]:
 
     Of a classifier of transformers it is all that follows the model proper: a head may have layers.
     """
-    if hasattr(model, "get_classifier"):
-        return classifiers(model)
-    if not isinstance(model, PreTrainedModel):
-        return ()
-    if (output := model.get_output_embeddings()) is not None:
+    if not callable(method := getattr(model, "get_output_embeddings", None)):
+        return classifiers(model) if hasattr(model, "get_classifier") else ()
+    if (output := method()) is not None:
         return (output,)
-    base = set(model.base_model.modules())
+    base = set(getattr(model, "base_model", model).modules())
     return [module for module in model.modules() if module not in base]
 
 

@@ -291,8 +291,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     if options.verb != "ask" and options.answers:
         parser.error(f"--answers is for ask, not for {options.verb}")
-    answers = [one.strip() for one in (options.answers or "").split(",")]
-    if options.answers and not all(answers):
+    answers = [one.strip() for one in options.answers.split(",")] if options.answers else None
+    if answers and not all(answers):
         parser.error(f"--answers {options.answers}: an answer is empty, expected A,B,…")
     out = folder_for(options.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -306,8 +306,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif options.verb == "point":
         rows = point(options.ckpt_path, options.place, options.texts[0], out / "heat.png")
     else:
-        chosen = answers if options.answers else None
-        rows = ask(options.ckpt_path, options.place, options.texts[0], chosen)
+        rows = ask(options.ckpt_path, options.place, options.texts[0], answers)
     rows.to_csv(out / "predictions.csv", index=False)
     cells = [
         [f"{one:.3f}" if isinstance(one, float) else str(one) for one in row]

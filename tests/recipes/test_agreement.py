@@ -85,6 +85,14 @@ class TestNormalisation:
         flags = ["--model.pretrained=true", "--model.architecture=hf-hub:somebody/other"]
         assert transform(*flags)[0] == (0.5, 0.5, 0.5)
 
+    def test_the_hub_is_not_asked_for_what_is_given(self, monkeypatch):
+        asked = []
+        monkeypatch.setattr(agreement, "hf_hub_download", lambda *names: asked.append(names))
+        parse(
+            FOLDER, overrides=[*self.other, "--model.pretrained=true", "--model.architecture=a/b"]
+        )
+        assert not asked
+
     def test_a_folder_of_transformers_says_its_own(self, tmp_path):
         ViTImageProcessor(image_mean=[0.1] * 3, image_std=[0.2] * 3).save_pretrained(tmp_path)
         flags = ["--model.pretrained=true", f"--model.architecture={tmp_path}"]

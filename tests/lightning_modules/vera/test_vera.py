@@ -506,6 +506,15 @@ def test_all_linear_leaves_the_head():
     assert {n.rpartition(".")[2] for n in layers_of(distilled)} == {"qkv", "proj", "fc1", "fc2"}
 
 
+def test_all_linear_leaves_the_output_layer_of_a_decoder_of_one_s_own():
+    class Decoder(Toy):
+        def get_output_embeddings(self):
+            return self.head
+
+    model = add_vera(Decoder(), 4, "all-linear")
+    assert list(layers_of(model)) == ["query", "wide", "qkv", "proj"]
+
+
 def test_all_linear_says_that_it_leaves_mixtures_of_experts():
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
