@@ -61,11 +61,13 @@ def sigterm_raises() -> Iterator[None]:
     """Within the context SIGTERM raises SIGTERMException instead of ending the process at once.
 
     So tasks in other processes are ended, and records.zip is written. Without effect outside the
-    main thread, where no handler can be set.
+    main thread, where no handler can be set, and while a Lightning trainer has a handler of its
+    own, which ends the training between two steps.
     """
 
     def end(*_: Any) -> None:
-        raise SIGTERMException
+        if signal.getsignal(signal.SIGTERM) is end:  # Lightning's handler calls this one, too
+            raise SIGTERMException
 
     if threading.current_thread() is not threading.main_thread():
         yield

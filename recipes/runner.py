@@ -80,12 +80,9 @@ def run_experiment(experiment: Experiment, argv: list[str] | None = None) -> Run
         raise FileNotFoundError("; ".join(missing))
     with locked(run):
         copy_files(run)
-        executor = executor_of(run)
-        # in this process a training has its own handler, which ends it between two steps
-        alone = isinstance(executor, InProcess)
         try:
-            with contextlib.nullcontext() if alone else sigterm_raises():
-                execute(run, executor)
+            with sigterm_raises():
+                execute(run, executor_of(run))
         finally:
             nodes, extra = list(run.nodes.values()), run.out / RUN
             archive.pack(nodes, Path(run.options.out), run.out / archive.FILE, extra)

@@ -104,17 +104,18 @@ def test_sigterm_ends_the_experiment_and_starts_nothing_else(go, trainings):
     assert trainings.names == ["a"]
 
 
-def test_sigterm_to_a_pool_of_processes_leaves_the_records(go, trainings, monkeypatch, tmp_path):
-    class Pool:
-        """Stands for LocalPool: SIGTERM comes while the second task runs."""
+@pytest.mark.parametrize("jobs", [2, 1])
+def test_sigterm_leaves_the_records(go, trainings, monkeypatch, tmp_path, jobs):
+    class Executor(InProcess):
+        """One of either kind: SIGTERM comes while the second task runs, outside a trainer."""
 
-        jobs, stopped = 2, False
+        stopped = False
 
         def submit(self, task, on_progress):
             if trainings.calls:
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(10)
-            return InProcess().submit(task, on_progress)
+            return super().submit(task, on_progress)
 
         def stop(self):
             self.stopped = True
@@ -122,8 +123,9 @@ def test_sigterm_to_a_pool_of_processes_leaves_the_records(go, trainings, monkey
     def not_caught(*_):
         raise AssertionError("SIGTERM would have ended the process")
 
-    pool = Pool()
-    monkeypatch.setattr(runner, "executor_of", lambda run: pool)
+    executor = Executor()
+    executor.jobs = jobs
+    monkeypatch.setattr(runner, "executor_of", lambda run: executor)
     before = signal.signal(signal.SIGTERM, not_caught)
     try:
         with pytest.raises(SIGTERMException):
@@ -131,7 +133,7 @@ def test_sigterm_to_a_pool_of_processes_leaves_the_records(go, trainings, monkey
         assert signal.getsignal(signal.SIGTERM) is not_caught
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert trainings.names == ["a"] and pool.stopped
+    assert trainings.names == ["a"] and executor.stopped
     [records] = tmp_path.rglob("records.zip")
     with zipfile.ZipFile(records) as archive:
         assert any(name.endswith("a/node.json") for name in archive.namelist())
