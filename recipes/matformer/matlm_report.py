@@ -139,4 +139,5 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
             "of a model of S and XL layers, so that it is never the larger of the two.",
             tabulate(sloped, None, beside, index="set", heading="S and XL").markdown(),
         ]
-    return paragraphs + fit_report(table, run, {"matlm": NESTED["matlm"], INDEPENDENT: INDEPENDENT})
+    widths = table["set"].str.contains(" d").any()
+    return paragraphs + (fit_report(table, run.out) if widths else [])

@@ -3,27 +3,31 @@
 MatFormer (arXiv 2310.07707), Section 4.1 and Table 3: Loss(N, D) = a · (N·D)^b + c, with N the
 parameters without embeddings and D the tokens of the training.
 
-A preset varies N alone, by widths. The five sizes of Table 4, which differ in N and D, are five
-presets with a table each. To fit them together:
+A run of recipes.matformer.matlm varies N alone, by widths. Runs that differ in N and D, such as the
+presets of Table 4's five sizes, are fitted together by
 
-    tables = [read(f"runs/matformer-matlm/{size}") for size in ("78M", "180M", …)]
-    models = points(pd.concat(tables), "matlm")
-    fit(models["compute"].to_numpy(), models["loss"].to_numpy())
+    python -m recipes.matformer.scaling runs/matformer-matlm/78M runs/matformer-matlm/180M …
 """
 
+import argparse
+import shlex
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 from scipy.optimize import OptimizeWarning, curve_fit
 
-from recipes.experiment import Run
+from recipes.messages import console
 from recipes.plots import plt, save_plot
+from recipes.results import read
 from recipes.tables import Table
 
+TITLES = {"matlm": "MatLM (sampled)", "independent": "independent"}
 PAPER = {"matlm": (21.60, -0.13, 1.33), "independent": (14.08, -0.10, 0.89)}  # Table 3
 
 
@@ -99,13 +103,11 @@ def points(table: pd.DataFrame, row: str) -> pd.DataFrame:
     return wide.reset_index().drop_duplicates(["preset", "seed", "compute", "loss"])
 
 
-def fit_report(table: pd.DataFrame, run: Run, titles: Mapping[str, str]) -> list[str]:
-    """The law fitted to each method's widths, a plot, and the paper's values (Table 3)."""
-    if not table["set"].str.contains(" d").any():
-        return []
+def fit_report(table: pd.DataFrame, out: Path) -> list[str]:
+    """The law fitted to each method's models, a plot in `out`, and the paper's values (Table 3)."""
     figure, axis = plt.subplots(figsize=(6, 4.2))
     rows = []
-    for place, (row, title) in enumerate(titles.items()):
+    for place, (row, title) in enumerate(TITLES.items()):
         models = points(table, row)
         compute, losses = models["compute"].to_numpy(float), models["loss"].to_numpy(float)
         axis.plot(compute, losses, "o", color=f"C{place}", label=title)
@@ -123,15 +125,49 @@ def fit_report(table: pd.DataFrame, run: Run, titles: Mapping[str, str]) -> list
         paper = " / ".join(f"{value:g}" for value in PAPER[row])
         rows.append([title, str(len(models)), *cells, f"{law_of_row.rmse:.2g}", paper])
     axis.set(xscale="log", xlabel="N·D", ylabel="validation loss, nats a token")
+    axis.tick_params(axis="x", which="both", rotation=30)
     axis.legend()
-    save_plot(figure, run.out / "scaling.png")
+    save_plot(figure, out / "scaling.png")
     header = ["", "models", "a", "b", "c", "error of the fit", "paper's a / b / c"]
     return [
         "## Scaling law",
         "Loss = a · (N·D)^b + c by least squares, ± standard error; N are the parameters without "
         "embeddings, D the tokens of the training that the model is from. All four granularities "
-        "of MatLM are points. Within a preset a method's trainings differ in width alone, with the "
+        "of MatLM are points. Within a run a method's trainings differ in width alone, with the "
         "same D; the paper's five sizes (Table 4) differ in both.",
         Table(header, rows).markdown(),
         "![loss against N·D](scaling.png)",
     ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Fit the law to the tables of several runs; write scaling.md and scaling.png.
+
+    Raises:
+        FileNotFoundError: if a folder has no table.
+        ValueError: if a table is of another experiment.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.matformer.scaling",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    text = "of a run of recipes.matformer.matlm, with its results.csv"
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help=text)
+    parser.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="default: here")
+    argv = sys.argv[1:] if argv is None else argv
+    options = parser.parse_args(argv)
+    tables = []
+    for folder in options.folders:
+        table = read(folder).assign(preset=str(folder))  # runs of one preset may differ in tokens
+        if other := set(table["experiment"]) - {"matformer.matlm"}:
+            raise ValueError(f"{folder} is of {', '.join(other)}: expected runs of matformer.matlm")
+        tables.append(table)
+    command = shlex.join(["python", "-m", "recipes.matformer.scaling", *argv])
+    text = "\n\n".join([f"`{command}`", *fit_report(pd.concat(tables), options.out)]) + "\n"
+    (options.out / "scaling.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    console(main, resume="")

@@ -3,6 +3,7 @@
 import cpu_torchvision  # noqa: F401
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -42,7 +43,7 @@ from recipes.matformer.submodels import ladder
 from recipes.nodes import device, finished
 from recipes.predict import Predictor
 from recipes.records import read_record
-from recipes.results import Row, read, tidy
+from recipes.results import Row, read, tidy, write
 from recipes.runner import command_line
 from tests.recipes.report_checks import check_reports_of_parts
 
@@ -486,6 +487,29 @@ def test_widths_give_a_scaling_law(tmp_path):
     sizes = {one for _, one in values(read(folder), "loss") if " d" in one}
     assert {"S d8", "XL d8", "S d16", "XL d24", "XL d32"} <= sizes
     assert "## Scaling law" in (folder / "report.md").read_text()
+
+
+def test_runs_of_other_sizes_and_tokens_are_fitted_together(tmp_path, capsys):
+    """Also two runs of one preset with other steps, which are not averaged."""
+    folders = [tmp_path / "short", tmp_path / "long"]
+    for seen, folder in zip((1e9, 1e11), folders, strict=True):
+        lines = [
+            Row(row, metric, value, size)
+            for size, count in {"S": 1e6, "M": 4e6, "S*2+M*2": 2e6, "XL": 1e8}.items()
+            for row, law in {"matlm": (20, -0.12, 1.1), "independent": (9, -0.1, 0.8)}.items()
+            for metric, value in {
+                "loss": scaling.law(count * seen, *law), "non_embedding": count, "tokens": seen,
+            }.items()
+        ]  # fmt: skip
+        write(folder / "results.csv", tidy(lines, "matformer.matlm", "small", 0))
+    scaling.main([*map(str, folders), "--out", str(tmp_path)])
+    text = (tmp_path / "scaling.md").read_text()
+    assert text in capsys.readouterr().out and (tmp_path / "scaling.png").is_file()
+    assert re.search(r"\| MatLM \(sampled\) \| 6 \| 20 ± \S+ \| -0.12 ± \S+ \| 1.1 ±", text)
+    assert re.search(r"\| independent \| 6 \| 9 ± \S+ \| -0.1 ± \S+ \| 0.8 ±", text)
+    write(tmp_path / "results.csv", tidy([Row("full", "loss", 1.0)], "apet.scales", "small", 0))
+    with pytest.raises(ValueError, match="is of apet.scales: expected runs of matformer.matlm"):
+        scaling.main([str(tmp_path)])
 
 
 def test_the_law_is_found_again():
