@@ -53,8 +53,8 @@ class FineTuning(Evaluation, L.LightningModule):
             this nor `pretrained` is saved in checkpoints, except with `adapter_only`.
         method: "vera", or a baseline of `lightning_modules.tuning.tune`.
         rank: of VeRA or LoRA, or the width of the bottleneck adapters.
-        targets: layers that VeRA or LoRA adapts (see `add_vera`; LoRA adapts all of a fused
-            projection); null for queries and values.
+        targets: layers that VeRA or LoRA adapts, or "all-linear" (see `add_vera`; LoRA adapts all
+            of a fused projection); null for queries and values.
         method_args: the method's further arguments, see `MethodArgs`.
         heads: modules that are trained in full; null for those on top of the pre-trained model.
         lr: peak learning rate of all parameters but the heads'.
@@ -79,7 +79,7 @@ class FineTuning(Evaluation, L.LightningModule):
         init_from: str | None = None,
         method: Tuning | Literal["vera"] = "vera",
         rank: int = 256,
-        targets: list[str] | None = None,
+        targets: list[str] | str | None = None,
         method_args: MethodArgs | None = None,
         heads: list[str] | None = None,
         lr: float = 4e-3,

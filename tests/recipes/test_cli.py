@@ -351,3 +351,12 @@ def test_one_batch_is_not_all_of_them_whatever_order_the_types_come_in():
     code = FLOATS_FIRST.format(file=BASE)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["1", "1.0", "0.5", "20"]
+
+
+@pytest.mark.parametrize(
+    "given, read",
+    [("all-linear", "all-linear"), ("[query,value]", ["query", "value"]), ("null", None)],
+)
+def test_targets_are_a_list_or_the_word_that_peft_has(given, read):
+    config = parse(Path(PLAIN[1]), overrides=[f"--model.targets={given}", "--data.train=x.csv"])
+    assert config.model.init_args.targets == read
