@@ -52,8 +52,9 @@ def main(argv: Sequence[str] | None = None) -> str:
     target_device = device()
     draft: Any = None
     if options.draft is not None:
-        is_path = Path(options.draft).exists()
-        draft = load(options.draft)[0].to(target_device) if is_path else options.draft
+        draft = options.draft
+        if Path(draft).exists():
+            draft = load_draft(draft, tokenizer, options.model).to(target_device)
     drafts = has_draft(options)
     record = SpeculationRecord()
     start = time.perf_counter()
@@ -172,6 +173,22 @@ def load(source: str) -> tuple[Any, Any]:
         # a model type's default, which is a token of another tokenizer
         model.generation_config.eos_token_id = None
     return model.eval(), tokenizer
+
+
+def load_draft(source: str, tokenizer: Any, verifier: str) -> Any:
+    """A decoder that drafts tokens for another one.
+
+    Raises:
+        FileNotFoundError, ValueError: see `load`.
+        ValueError: if its tokenizer has other tokens, so that its drafts would be another text.
+    """
+    draft, own = load(source)
+    if own.get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"the tokens of the draft {source} are not those of {verifier}: give two models of one "
+            "tokenizer"
+        )
+    return draft
 
 
 def draft_length(text: str) -> Any:

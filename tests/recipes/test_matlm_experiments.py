@@ -850,6 +850,13 @@ def test_exports_write_text_until_any_of_their_end_tokens(made_elastic, capsys, 
     mixed = ["--prompt", "import os", "--tokens", "1", "--draft", str(sizes / "S")]
     assert generate.main([str(sizes / "L*2+XL*2"), *mixed]) is not None
     assert "; none of the drafted tokens accepted" in capsys.readouterr().err
+    shutil.copytree(sizes / "S", tmp_path / "renamed")
+    tokens_of = json.loads((tmp_path / "renamed" / "tokenizer.json").read_text())
+    vocabulary = tokens_of["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (tmp_path / "renamed" / "tokenizer.json").write_text(json.dumps(tokens_of))
+    with pytest.raises(ValueError, match="tokens of the draft .*renamed are not those of .*XL"):
+        generate.main([str(sizes / "L*2+XL*2"), *mixed[:-1], str(tmp_path / "renamed")])
     shutil.copytree(sizes / "L*2+XL*2", tmp_path / "another")
     (tmp_path / "another" / "load.py").write_text("raise SystemExit('it must not run')")
     with pytest.raises(ValueError, match=r"load.py is not what .* so it is not run: export the"):
