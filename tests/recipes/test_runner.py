@@ -23,7 +23,15 @@ from recipes.messages import ExperimentFailed
 from recipes.records import read_history, read_record, write_record
 from recipes.results import read
 from recipes.runner import run_experiment
-from tests.recipes.fake_trainings import MATFORMER, Trainings, chain, look, report, stage_of
+from tests.recipes.fake_trainings import (
+    MATFORMER,
+    Trainings,
+    chain,
+    experiment,
+    look,
+    report,
+    stage_of,
+)
 
 
 def test_everything_runs_once_and_ends_in_table_and_report(go, trainings):
@@ -167,6 +175,21 @@ def test_a_failed_stage_stops_what_needs_it_and_nothing_else(go, monkeypatch):
     )
 
 
+def test_a_value_that_cannot_be_read_stops_what_needs_it_and_nothing_else(go, trainings):
+    def unreadable(done):
+        raise ValueError("no such number")
+
+    def declare(run):
+        seen = run.measure("seen", 0, look, {"a": run.stage("a", "matvit")})
+        lr = run.value(seen, unreadable, "a number", like=0.1)
+        run.stage("b", "matvit", settings={"model.lr": lr})
+        run.stage("c", "matvit", settings={"model.lr": 0.5})
+
+    with pytest.raises(ExperimentFailed, match=r"b \(seed 0\): no such number"):
+        go(declare=declare)
+    assert trainings.names == ["a", "c"]
+
+
 def test_missing_data_of_a_measurement_are_refused_before_anything_trains(go, trainings):
     def declare(run):
         a = run.stage("a", "matvit")
@@ -250,11 +273,33 @@ def test_a_file_edited_meanwhile_does_not_change_what_runs(trainings, tmp_path, 
     assert set(read(run.out).value[read(run.out).metric == "lr"]) == {0.25, 0.008}
 
 
-def test_a_stage_whose_checkpoint_is_gone_is_trained_again(go, trainings):
+def test_a_stage_whose_checkpoint_is_gone_is_trained_again(go, trainings, capsys):
     run = go()
     (run.out / "seed0" / "a" / "checkpoints" / "last.ckpt").unlink()
     go()
     assert trainings.names[3:] == ["a"]
+    assert (run.out / "seed0" / "a.old1").is_dir()
+    said = " ".join(capsys.readouterr().out.split())
+    assert "seed 0: a: its checkpoint is gone, starting anew" in said
+
+
+def test_what_another_experiment_measured_is_in_its_own_table(go, trainings):
+    def declare(run):
+        other = run.sibling("paper.other")
+        for one in (run, other):
+            trained = one.stage("a", "matvit", settings={"model.lr": 0.25})
+            one.measure("look", 0, look, {one.name: trained})
+
+    run = go(declare=declare)
+    assert set(read(run.out)["row"]) == {"paper.name"}
+    assert (run.out.parents[1] / "paper-other" / "tiny" / "seed0" / "look").is_dir()
+
+
+def test_stages_of_several_devices_are_not_given_one_gpu_each(monkeypatch):
+    monkeypatch.setattr(runner, "visible_gpus", lambda: ["0", "1"])
+    for flags, gpus in (((), ["0", "1"]), (("--trainer.devices=2",), [])):
+        run = runner.command_line(experiment(), ["--jobs", "2", *flags])
+        assert runner.executor_of(run).gpus == gpus
 
 
 def test_a_stage_takes_one_device_unless_told_otherwise(go, trainings):
