@@ -3,7 +3,7 @@
 Trains four parameter-efficient methods and full fine-tuning on models of growing size. For each
 model, task and seed it measures the standard deviation between the four methods' scores, in points.
 Where the grid has several learning rates, every method has as many trials, full fine-tuning
-included; in the published runs, which are older, full fine-tuning had only one rate.
+included; in published runs but that of MiniLM, bge-small and SmolLM2 it had only one.
 
     python -m recipes.apet.scales                  generated sentences, on a CPU
     make weights && python -m recipes.apet.scales --preset small --seeds 3 --jobs 2
