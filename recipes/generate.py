@@ -50,11 +50,9 @@ def main(argv: Sequence[str] | None = None) -> str:
         positions = getattr(model.config, "max_position_embeddings", None) or math.inf
         tokens = max(1, min(128, positions - ids.shape[1]))
     target_device = device()
-    draft: Any = None
-    if options.draft is not None:
-        draft = options.draft
-        if Path(draft).exists():
-            draft = load_draft(draft, tokenizer, options.model).to(target_device)
+    draft: Any = options.draft
+    if draft is not None and Path(draft).exists():
+        draft = load_draft(draft, tokenizer, options.model).to(target_device)
     drafts = has_draft(options)
     record = SpeculationRecord()
     start = time.perf_counter()

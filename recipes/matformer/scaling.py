@@ -24,7 +24,7 @@ from scipy.optimize import OptimizeWarning, curve_fit
 
 from recipes.messages import console
 from recipes.plots import plt, save_plot
-from recipes.results import read
+from recipes.results import read, write_atomically
 from recipes.tables import Table
 
 TITLES = {"matlm": "MatLM (sampled)", "independent": "independent"}
@@ -152,8 +152,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    text = "of a run of recipes.matformer.matlm, with its results.csv"
-    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help=text)
+    what = "of a run of recipes.matformer.matlm, with its results.csv"
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help=what)
     parser.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="default: here")
     argv = sys.argv[1:] if argv is None else argv
     options = parser.parse_args(argv)
@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         tables.append(table)
     command = shlex.join(["python", "-m", "recipes.matformer.scaling", *argv])
     text = "\n\n".join([f"`{command}`", *fit_report(pd.concat(tables), options.out)]) + "\n"
-    (options.out / "scaling.md").write_text(text, encoding="utf-8")
+    write_atomically(options.out / "scaling.md", text)
     print(text)
 
 
