@@ -94,10 +94,12 @@ def points(table: pd.DataFrame, row: str) -> pd.DataFrame:
 
     Mix'n'Match sizes, which are not trained, are left out. Tables of several presets may be joined.
     """
-    lines = table[(table["row"] == row) & table["metric"].isin(["loss", "non_embedding", "tokens"])]
+    needed = ["loss", "non_embedding", "tokens"]
+    lines = table[(table["row"] == row) & table["metric"].isin(needed)]
     lines = lines[~lines["set"].str.contains("*", regex=False)]
     index = ["preset", "seed", "set"]
-    wide = lines.pivot_table(index=index, columns="metric", values="value").dropna()
+    wide = lines.pivot_table(index=index, columns="metric", values="value")
+    wide = wide.reindex(columns=needed).dropna()  # a table may lack the row
     # a training at full width is in the table twice: as a main row, and as a width
     wide["compute"] = wide["non_embedding"] * wide["tokens"]
     return wide.reset_index().drop_duplicates(["preset", "seed", "compute", "loss"])

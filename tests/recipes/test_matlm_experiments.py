@@ -507,6 +507,10 @@ def test_runs_of_other_sizes_and_tokens_are_fitted_together(tmp_path, capsys):
     assert text in capsys.readouterr().out and (tmp_path / "scaling.png").is_file()
     assert re.search(r"\| MatLM \(sampled\) \| 6 \| 20 ± \S+ \| -0.12 ± \S+ \| 1.1 ±", text)
     assert re.search(r"\| independent \| 6 \| 9 ± \S+ \| -0.1 ± \S+ \| 0.8 ±", text)
+    table = read(folders[0])
+    write(tmp_path / "results.csv", table[table["row"] == "matlm"])
+    scaling.main([str(tmp_path), "--out", str(tmp_path)])
+    assert "| independent | 0 models: expected four or more" in capsys.readouterr().out
     write(tmp_path / "results.csv", tidy([Row("full", "loss", 1.0)], "apet.scales", "small", 0))
     with pytest.raises(ValueError, match="is of apet.scales: expected runs of matformer.matlm"):
         scaling.main([str(tmp_path)])
