@@ -69,7 +69,8 @@ def measured_on(words: str, table: pd.DataFrame, command: str) -> str:
         return ""
     parts = [str(one).partition(", ") for one in table["set"].dropna().unique() if one]
     sets, models = (dict.fromkeys(part[place] for part in parts if part[place]) for place in (0, 2))
-    text = words.format(sets=", ".join(sets), models=" and ".join(models))
+    names = " and ".join(", ".join(models).rsplit(", ", 1))  # "a, b and c"
+    text = words.format(sets=", ".join(sets), models=names)
     chosen = re.search(r"--(\w+\.)?(data|model\.(architecture|init_from|model_args))\b", command)
     return f"{MEASURED_ON}{text}{' (but see the flags of the command)' * bool(chosen)}."
 

@@ -64,6 +64,9 @@ def test_models_and_data_stand_above_the_command(run):
     run.command += " --encoder.model.architecture other"
     text = provenance.provenance(run, tidy(rows, "apet.scales", "small", seed=0))
     assert text.startswith("Measured on MiniLM, SST-2, RTE (but see the flags of the command).")
+    rows = [Row(name, "score", 1.0, f"RTE, {name}") for name in ("MiniLM", "bge-small", "SmolLM2")]
+    text = provenance.provenance(run, tidy(rows, "apet.scales", "small", seed=0))
+    assert text.startswith("Measured on MiniLM, bge-small and SmolLM2, RTE (but")
 
 
 def test_a_smoke_test_says_so(run):
