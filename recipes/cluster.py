@@ -2,7 +2,7 @@
 
 Ray places a task where a CPU is free and, on a cluster with GPUs, a GPU. Every machine of the
 cluster needs this repository and the folder of the runs at the same path (a shared file system),
-and Python with the same packages. Ray is not among them by default: `pip install ray`.
+and Python with the same packages, Ray among them.
 
 As without a cluster, a node is started once and a finished one is skipped. Ray ends the tasks of a
 killed command within seconds; until then a lock in the node's folder makes the next command's task

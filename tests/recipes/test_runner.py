@@ -525,7 +525,7 @@ def checkpoint_step(folder):
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install ray")
 def test_a_killed_run_on_ray_continues_to_the_table_of_one_job(script, tmp_path):
     """Two workers of a Ray on this machine; `PYTHONPATH` may say where Ray is."""
-    flags = ("--trainer.max_epochs=12", "--data.per_class=20", "--data.batch_size=32")
+    flags = ("--trainer.max_epochs=40", "--data.per_class=20", "--data.batch_size=32")
     ray = ("--cluster", "local", "--jobs", "2", *flags)
     first = script(*ray)
     folder = tmp_path / "runs/jobs/tiny"
@@ -540,7 +540,7 @@ def test_a_killed_run_on_ray_continues_to_the_table_of_one_job(script, tmp_path)
     said = second.communicate()[0]
     assert second.returncode == 0, said
     for node in (nested, plain):
-        assert read_record(node)["finished"] and checkpoint_step(node) == 12 * 6
+        assert read_record(node)["finished"] and checkpoint_step(node) == 40 * 6
         assert len(list(node.glob("log*"))) == 2  # it went on, once
     again = script(*ray)
     said = again.communicate()[0]
