@@ -96,6 +96,42 @@ def test_as_many_beams_as_continuations_find_the_best_of_all(n: int) -> None:
     assert any(repeats) == (n == 0)
 
 
+def beam_search(
+    model: GPT2LMHeadModel, ids: list[int], end: int, beams: int, longest: int, penalty: float
+) -> list[int]:
+    """Beam search that goes on while a beam is open; scored as in `best_of_all`."""
+    opened: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
+    done = {}
+    for length in range(1, longest + 1):
+        texts = torch.tensor([[*ids, *tail] for tail, _ in opened])
+        logits = F.log_softmax(model(texts).logits[:, -1].detach(), -1)
+        longer = [
+            ((*tail, token), total + score)
+            for (tail, total), scores in zip(opened, logits.tolist(), strict=True)
+            for token, score in enumerate(scores)
+        ]
+        longer.sort(key=lambda one: -one[1])
+        done |= {tail: total / length**penalty for tail, total in longer[:beams] if tail[-1] == end}
+        opened = [one for one in longer if one[0][-1] != end][:beams]
+    done |= {tail: total / longest**penalty for tail, total in opened}
+    return list(max(done, key=lambda tail: done[tail]))
+
+
+def test_beams_go_on_while_a_longer_text_may_be_better() -> None:
+    """Under a high length penalty most texts are better than one that has ended already."""
+    tokenizer = words("</s>", "a", "b", "c")
+    lengths = set()
+    for seed in range(20):
+        model = gpt2(4, spread=0.6, seed=seed).eval()
+        best = beam_search(model, [1, 2, 3], 0, beams=2, longest=12, penalty=3.0)
+        text = generate(
+            model, prompt(1, 2, 3), tokenizer, beams=2, max_new_tokens=12, length_penalty=3.0
+        )
+        assert text == [tokenizer.decode(best, skip_special_tokens=True).strip()]
+        lengths.add(len(best))
+    assert len(lengths) > 1
+
+
 def test_only_what_was_generated_may_not_be_repeated() -> None:
     torch.manual_seed(0)
     length, size, prefix = 30, 3, 12

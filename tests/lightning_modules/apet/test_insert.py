@@ -911,6 +911,19 @@ def test_other_heads_are_refused_before_anything_is_changed(tmp_path):
     assert not hasattr(base, "apet") and all(p.requires_grad for p in base.parameters())
 
 
+def test_a_norm_that_trains_in_full_beside_its_elements_has_both_gradients():
+    model = insert(torch.nn.Sequential(torch.nn.LayerNorm(8).double()), 5, operations=["add"])
+    scatter(model)
+    norm, inputs = model[0], torch.randn(3, 8, dtype=torch.float64)
+    weights = torch.randn(3, 8, dtype=torch.float64)
+    base = {name: norm._parameters[name].requires_grad_() for name in norm.apet_names}
+    grads = torch.autograd.grad((model(inputs) * weights).sum(), list(base.values()))
+    tuned = {name: norm.tuned(name).detach().requires_grad_() for name in ("weight", "bias")}
+    plain = torch.nn.functional.layer_norm(inputs, (8,), tuned["weight"], tuned["bias"])
+    expected = torch.autograd.grad((plain * weights).sum(), [tuned[name] for name in base])
+    torch.testing.assert_close(grads, expected)
+
+
 def test_an_embedding_adds_to_the_rows_that_are_read():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(50, 6).double())
