@@ -175,7 +175,7 @@ def curves(
                 places = unique(points.dropna(subset=["x"]), "x")
                 if not log and all(float(place).is_integer() for place in places):
                     # rounds, or steps, whose numbers are long
-                    axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+                    axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
                 spreads = [
                     _spread(by_seed(points, metric, {"x": x}) * scale, spread) for x in places
                 ]
