@@ -525,7 +525,7 @@ def checkpoint_step(folder):
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install ray")
 def test_a_killed_run_on_ray_continues_to_the_table_of_one_job(script, tmp_path):
-    """Two workers of a Ray on this machine; `PYTHONPATH` may say where Ray is."""
+    """Two workers of a Ray on this machine."""
     flags = ("--trainer.max_epochs=40", "--data.per_class=20", "--data.batch_size=32")
     ray = ("--cluster", "local", "--jobs", "2", *flags)
     first = script(*ray)
