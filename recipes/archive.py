@@ -79,6 +79,17 @@ def read(file: Path, name: str) -> str:
         return archive.read(name).decode()
 
 
+def seconds(file: Path) -> float:
+    """How long the parts of a run took in all, each on its own: no wall time.
+
+    Raises:
+        ValueError: as for `unpack`.
+    """
+    with opened(file) as archive:
+        names = [one for one in archive.namelist() if Path(one).name == RECORD]
+        return sum(json.loads(archive.read(one)).get("seconds") or 0.0 for one in names)
+
+
 def opened(file: Path) -> zipfile.ZipFile:
     """An archive, to read.
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from recipes import archive
 from recipes.claims import COMPUTE, NOT_JUDGED, REFUTED, SUPPORTED, UNDECIDED, Claim, judge
 from recipes.provenance import MEASURED_ON
 from recipes.results import read
@@ -217,6 +218,7 @@ def ledger(verdicts: Sequence[Verdict], page: Path) -> str:
         f"{distinct} claims; one that several runs measured has a line for each run. Lines: "
         + ", ".join(f"{number} {word}" for word, number in count.items())
         + ".",
+        _cost(page.parent),
     ]
     for experiment in dict.fromkeys(one.experiment for one in verdicts):
         part = [one for one in verdicts if one.experiment == experiment]
@@ -224,6 +226,20 @@ def ledger(verdicts: Sequence[Verdict], page: Path) -> str:
         text += [f"## {part[0].claim.paper}: {experiment}", "\n".join(sources)]
         text.append(overview(part, page))
     return "\n\n".join(one for one in text if one) + "\n"
+
+
+def _cost(results: Path) -> str:
+    """How much was computed for the tables whose records are kept; "" without any."""
+    files = sorted(results.rglob(archive.FILE))
+    if not files:
+        return ""
+    hours = sum(archive.seconds(file) for file in files) / 3600
+    return (
+        f"The trainings and measurements of the {len(files)} tables with a {archive.FILE} took "
+        f"{hours:.0f} hours, added up one by one: most ran in pairs, each on one of two cores, and "
+        "often beside other work. “Not run here” means that this time had to end somewhere: "
+        "[what was not run](README.md#what-was-not-run) has the order."
+    )
 
 
 MARKED = re.compile(r"(<!-- claims:([\w.]+) -->\n).*?(<!-- /claims -->)", re.DOTALL)

@@ -1,10 +1,12 @@
 """Claims, their verdicts, and the pages that carry them."""
 
 import importlib
+import json
 import math
 import re
 import sys
 import types
+import zipfile
 
 import numpy as np
 import pandas as pd
@@ -282,6 +284,21 @@ class TestPages:
         after = ledger.pages(root)
         assert all(before[page] != after[page] for page in before)
         assert "**refuted**" in after[root / "README.md"]
+
+    def test_the_ledger_says_how_much_was_computed(self, root):
+        folder = root / "results" / "m"
+        written = root / "results" / "claims.md"
+        assert "hours" not in ledger.pages(root)[written]
+        for run, seconds in (("e", [3000, 4000]), ("f", [7300, None])):
+            (folder / run).mkdir(parents=True)
+            with zipfile.ZipFile(folder / run / "records.zip", "w") as file:
+                file.writestr("run.json", '{"seconds": 1e9}')
+                for number, value in enumerate(seconds):
+                    file.writestr(f"m-e/{number}/node.json", json.dumps({"seconds": value}))
+        text = ledger.pages(root)[written]
+        assert "of the 2 tables with a records.zip took 4 hours" in text
+        assert "(README.md#what-was-not-run)" in text
+        assert "\n## What was not run\n" in (ledger.ROOT / "results" / "README.md").read_text()
 
     def test_without_results_or_with_tiny_ones_nothing_is_judged(self, root):
         words = {one.word for one in ledger.judge_all(root)}
