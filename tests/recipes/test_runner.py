@@ -33,8 +33,7 @@ from tests.recipes.fake_trainings import (
     stage_of,
 )
 
-
-PATIENCE = 900  # seconds after which a subprocess counts as hung; machines differ by a factor of three
+PATIENCE = 900  # seconds after which a subprocess counts as hung, on the slowest machine
 
 
 def test_everything_runs_once_and_ends_in_table_and_report(go, trainings):
