@@ -30,10 +30,18 @@ def main(argv: Sequence[str] | None = None) -> pd.DataFrame:
     """Print a table of tasks and sizes, write it to --out, and return its tidy form.
 
     Raises:
-        ValueError: lm_eval is missing, a task is unknown, or a granularity is not the model's.
+        ValueError: lm_eval is missing, a task is unknown, a number is too small, or a granularity
+            is not the model's.
         FileNotFoundError: there is no such checkpoint or folder.
     """
     options = command_line().parse_args(argv)
+    for flag, number, least in (
+        ("shots", options.shots, 0),
+        ("limit", options.limit, 1),
+        ("batch-size", options.batch_size, 1),
+    ):
+        if number is not None and number < least:
+            raise ValueError(f"--{flag} {number}: expected at least {least}")
     harness = Harness(options.task_folder)
     harness.check(options.tasks)
     model, tokenizer = load(options.model)

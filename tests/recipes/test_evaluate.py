@@ -124,3 +124,9 @@ def test_without_the_harness_the_cure_is_said(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     with pytest.raises(ValueError, match=r"pip install -e '\.\[harness\]'"):
         evaluate.main(["CKPT", "--tasks", "sums"])
+
+
+@pytest.mark.parametrize(("flag", "value"), [("shots", -1), ("limit", 0), ("batch-size", 0)])
+def test_a_number_that_is_too_small_is_named(flag, value):
+    with pytest.raises(ValueError, match=f"^--{flag} {value}: expected at least [01]$"):
+        evaluate.main(["CKPT", "--tasks", "sums", f"--{flag}", str(value)])
