@@ -13,7 +13,7 @@ import json
 import os
 import re
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO, get_args
 
@@ -56,8 +56,8 @@ class CorpusData(WithTokenizer):
     text is scored once, in windows (see `Windows`). Samples have `input_ids` and `labels` (L,).
 
     Args:
-        source: "python", the installed Python source; "files"; or "datasets", a dataset of the
-            `datasets` library.
+        source: "python", the installed Python source, which is another text with other packages;
+            "files"; or "datasets", a dataset of the `datasets` library.
         train: source "files": files or folders to train on, with * allowed in a name's last part;
             source "datasets": the dataset's name. A folder with a manifest.json is a token file
             and used as it is.
@@ -189,22 +189,23 @@ class CorpusData(WithTokenizer):
         return self._files[part]
 
     def documents(self, part: str) -> Iterator[str]:
-        """The texts of a part, in an order that depends on the source alone."""
+        """The texts of a part within `max_bytes`, in an order that depends on the source alone."""
         if self.source == "python":
             texts = read_python()
         elif self.source == "files":
             texts = (text for path in self._paths(part) for text in read_file(path, self.column))
         else:
             texts = read_set(str(self.parts["train"]), self.config, SPLITS[part], self.column)
-        left = self.max_bytes
-        for text in texts:
-            if left is None:
-                yield text
-                continue
-            kept = text.encode()[:left]
-            yield kept.decode(errors="ignore")  # a character may be cut in two
-            if not (left := left - len(kept)):
-                return
+        return limited(texts, self.max_bytes)
+
+    @classmethod
+    def text_of(cls, source: Source = "python", max_bytes: int | None = None, **_: Any) -> str:
+        """A hash of the text if it depends on more than the settings and the files they name.
+
+        The installed Python source does: on the packages. Takes the arguments of the constructor;
+        "" for other sources.
+        """
+        return python_digest(max_bytes) if source == "python" else ""
 
     def members(self, part: str) -> tuple[list[str], bool]:
         """One line with the token file's manifest and the tokens used; see `PartsData.members`."""
@@ -429,14 +430,16 @@ def python_files() -> list[Path]:
     """The installed Python source files: the standard library and all packages.
 
     Ordered by a hash of their names, so that the first million bytes come from many packages, and
-    the order hardly changes when a package is installed or removed.
+    the order hardly changes when a package is installed or removed. Without the files that pip
+    writes for an editable package, which name the folder that it lies in.
     """
     folders = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
     names: dict[str, Path] = {}
     for folder in folders:
         for path in folder.rglob("*.py"):
             name = path.relative_to(folder).as_posix()
-            if "site-packages" not in name and "dist-packages" not in name:
+            left_out = "site-packages" in name or "dist-packages" in name
+            if not left_out and not name.startswith("__editable__"):
                 names[name] = path
     return [names[name] for name in sorted(names, key=_hash)]
 
@@ -452,6 +455,28 @@ def read_python() -> Iterator[str]:
             yield path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             continue
+
+
+def limited(texts: Iterable[str], max_bytes: int | None) -> Iterator[str]:
+    """The texts until they have that many bytes of UTF-8; the last one is cut there."""
+    left = max_bytes
+    for text in texts:
+        if left is None:
+            yield text
+            continue
+        kept = text.encode()[:left]
+        yield kept.decode(errors="ignore")  # a character may be cut in two
+        if not (left := left - len(kept)):
+            return
+
+
+@functools.cache
+def python_digest(max_bytes: int | None) -> str:
+    """A hash of the installed Python source, as far as `max_bytes`; see `python_files`."""
+    digest = hashlib.sha256()
+    for text in limited(read_python(), max_bytes):
+        digest.update(text.encode())
+    return digest.hexdigest()
 
 
 def set_splits(name: str, config: str | None) -> list[str]:

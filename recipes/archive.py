@@ -133,7 +133,7 @@ def finished_in(nodes: Sequence[Node], base: Path, file: Path) -> list[Node]:
         raise ValueError(
             f"{file} has no part of this run: another experiment or preset made it, or "
             "other settings, or a version of this code that has others, or a file that a setting "
-            "names has changed or is not here"
+            "names has changed or is not here, or its text is the Python source of other packages"
         )
     return found
 

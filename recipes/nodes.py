@@ -13,7 +13,7 @@ import torch
 from recipes import cli
 from recipes.flags import CLASSES, key_of
 from recipes.plan import device_count
-from recipes.records import Finished, fingerprint, read_record
+from recipes.records import Finished, fingerprint, read_record, type_of
 from recipes.results import Row
 
 if TYPE_CHECKING:
@@ -203,12 +203,16 @@ class Stage(Node):
     def fingerprint(self) -> str:
         """Hash of the parsed settings, except for those in flags.PASSING.
 
-        The number of devices counts unless it is one, because batch sizes are per device.
+        The number of devices counts unless it is one, because batch sizes are per device. The text
+        counts where it is that of the installed packages, which no setting names.
         """
         settings = self.parsed()
         content = settings.as_dict()
         if self.run.flags.several() and (devices := device_count(settings.trainer)) > 1:
             content["devices"] = devices
+        text_of = getattr(type_of(content["data"]), "text_of", None)
+        if text_of and (text := text_of(**content["data"]["init_args"])):
+            content["text"] = text
         return fingerprint(content, self.seed, references(self.values()))
 
 

@@ -16,7 +16,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from datamodules import corpus as corpus_module
 from datamodules import token_files
-from datamodules.corpus import BYTES, PIECE, CorpusData, python_files, read_file, read_set
+from datamodules.corpus import (
+    BYTES,
+    PIECE,
+    CorpusData,
+    python_digest,
+    python_files,
+    read_file,
+    read_set,
+)
 from datamodules.loading import IGNORED
 from datamodules.token_files import TokenFile, TokenStream, Windows, write_tokens
 from datamodules.tokens import train_tokenizer
@@ -277,6 +285,30 @@ def test_installed_python_in_a_fixed_order(tmp_path):
     assert 199_996 < data.token_file("train").manifest["bytes"] <= 200_000
     assert len(data.stream("val")) == 1000
     assert data.samples("train")[0]["input_ids"].max() < BYTES
+
+
+def test_the_installed_text_is_known_by_a_hash(tmp_path, monkeypatch):
+    folder = tmp_path / "lib"
+    folder.mkdir()
+
+    def install(name, text):
+        (folder / name).write_text(text)
+        python_files.cache_clear()
+        python_digest.cache_clear()
+        return CorpusData.text_of(max_bytes=9), CorpusData.text_of("python", length=8)
+
+    monkeypatch.setattr(corpus_module.sysconfig, "get_path", lambda name: str(folder))
+    try:
+        first = install("a.py", "a = 1\nb = 2\n")
+        # pip writes it for an editable package, with the folder that the package lies in
+        assert install("__editable___x_finder.py", "MAPPING = {}") == first
+        cut, whole = install("a.py", "a = 1\nb = 3\n")
+        assert cut == first[0] and whole != first[1]  # only within max_bytes
+        assert install("b.py", "c = 1\n")[1] != whole
+        assert CorpusData.text_of("files", train="a.txt") == ""
+    finally:
+        python_files.cache_clear()
+        python_digest.cache_clear()
 
 
 def test_a_trained_tokenizer_is_the_same_for_all_processes(corpus):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from datamodules import corpus
 from recipes.experiment import Experiment
 from recipes.runner import command_line
 
@@ -185,6 +186,19 @@ def test_external_weights_are_part_of_the_fingerprint(tmp_path):
     one = prints(build=build)
     weights.write_text("others!!")
     assert len({found["a"] for found in (without, one, prints(build=build))}) == 3
+
+
+def test_text_that_depends_on_the_installed_packages_is_part_of_the_fingerprint(monkeypatch):
+    """Otherwise one table could have rows of two texts, by --records or after a pip install."""
+
+    def of(*arguments):
+        run = made("--data.max_bytes", "1000", *arguments, config="matlm")
+        return run.stage("a", "matlm").fingerprint
+
+    before, plain = of(), of("--data.source=files", "--data.train=x.txt")
+    assert of() == before
+    monkeypatch.setattr(corpus, "python_digest", lambda max_bytes: f"{max_bytes} other bytes")
+    assert of() != before and of("--data.source=files", "--data.train=x.txt") == plain
 
 
 def test_a_value_of_other_stages_stands_for_itself_until_it_is_there():
