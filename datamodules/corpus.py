@@ -433,14 +433,14 @@ def python_files() -> list[Path]:
     the order hardly changes when a package is installed or removed. Without the files that pip
     writes for an editable package, which name the folder that it lies in.
     """
-    folders = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
     names: dict[str, Path] = {}
-    for folder in folders:
-        for path in folder.rglob("*.py"):
-            name = path.relative_to(folder).as_posix()
-            left_out = "site-packages" in name or "dist-packages" in name
-            if not left_out and not name.startswith("__editable__"):
-                names[name] = path
+    for root in map(sysconfig.get_path, ("stdlib", "purelib")):
+        for folder, below, files in os.walk(root):
+            below[:] = [one for one in below if one not in ("site-packages", "dist-packages")]
+            for file in files:
+                if file.endswith(".py") and not file.startswith("__editable__"):
+                    path = Path(folder, file)
+                    names[path.relative_to(root).as_posix()] = path
     return [names[name] for name in sorted(names, key=_hash)]
 
 
