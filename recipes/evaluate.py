@@ -19,6 +19,7 @@ from lightning_modules.matformer import extract
 from lightning_modules.matformer.nest import nesting_of
 from recipes import results
 from recipes.generate import load
+from recipes.messages import require_at_least
 from recipes.nodes import device
 from recipes.results import Row, tidy
 from recipes.tables import Column, Table, tabulate
@@ -35,13 +36,8 @@ def main(argv: Sequence[str] | None = None) -> pd.DataFrame:
         FileNotFoundError: there is no such checkpoint or folder.
     """
     options = command_line().parse_args(argv)
-    for flag, number, least in (
-        ("shots", options.shots, 0),
-        ("limit", options.limit, 1),
-        ("batch-size", options.batch_size, 1),
-    ):
-        if number is not None and number < least:
-            raise ValueError(f"--{flag} {number}: expected at least {least}")
+    require_at_least(0, shots=options.shots)
+    require_at_least(1, limit=options.limit, **{"batch-size": options.batch_size})
     harness = Harness(options.task_folder)
     harness.check(options.tasks)
     model, tokenizer = load(options.model)

@@ -17,6 +17,17 @@ class ExperimentFailed(RuntimeError):
     """Some nodes of an experiment failed; the message has a sentence for each reason."""
 
 
+def require_at_least(least: int, **options: int | None) -> None:
+    """Refuse a number on the command line that is too small; None was not given.
+
+    Raises:
+        ValueError: naming the option, as it is typed, and its value.
+    """
+    for name, number in options.items():
+        if number is not None and number < least:
+            raise ValueError(f"--{name} {number}: expected at least {least}")
+
+
 def console(run: Callable[[], Any], resume: str = "the same command continues") -> None:
     """Run a command; print an error about its input in one line instead of a traceback.
 

@@ -52,6 +52,7 @@ from lightning_modules.decoding import generate
 from lightning_modules.matformer.costs import choose
 from lightning_modules.vera.adapter import adapted_model, load_adapter
 from lightning_modules.weights import read_checkpoint
+from recipes.messages import require_at_least
 from recipes.results import write_atomically
 from recipes.scenes import Part, parts_of_detections, parts_of_pixels, save_pictures
 from recipes.tables import Table
@@ -500,8 +501,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--device", help="such as cuda; default: an accelerator if there is one")
     options = parser.parse_args(argv)
     for name in ("top_k", "batch_size", "max_new_tokens"):
-        if (number_given := getattr(options, name)) is not None and number_given < 1:
-            raise ValueError(f"--{name} {number_given}: expected at least 1")
+        require_at_least(1, **{name: getattr(options, name)})
     if not 0 <= options.threshold <= 1:
         raise ValueError(f"--threshold {options.threshold}: expected a number from 0 to 1")
     out = folder_for(options.out)

@@ -37,7 +37,7 @@ from recipes.executors import (
 )
 from recipes.experiment import Experiment, Run, folder_name
 from recipes.flags import Flags, names_in
-from recipes.messages import ExperimentFailed
+from recipes.messages import ExperimentFailed, require_at_least
 from recipes.nodes import (
     Measurement,
     Measuring,
@@ -157,9 +157,7 @@ def command_line(experiment: Experiment, argv: list[str] | None = None) -> Run:
     if options.records:  # the report's command gives the same table without them
         place = next(n for n, one in enumerate(argv) if one.startswith("--records"))
         argv = [*argv[:place], *argv[place + 1 + (argv[place] == "--records") :]]
-    for name, least in (("seeds", 1), ("jobs", 1)):
-        if getattr(options, name) < least:
-            raise ValueError(f"--{name} {getattr(options, name)}: expected at least {least}")
+    require_at_least(1, seeds=options.seeds, jobs=options.jobs)
     cli.layers(main_file, options.preset)  # refuses an unknown preset
     settings = Flags.read(flags)
     if options.cluster and settings.several():

@@ -11,6 +11,7 @@ import pandas as pd
 from lightning_modules.counting import count_macs, count_parameters
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Run
+from recipes.messages import require_at_least
 from recipes.nodes import Measuring
 from recipes.provenance import provenance
 from recipes.results import Row
@@ -77,8 +78,7 @@ def declare(task: Task, run: Run) -> None:
         )
     backbones = changes(repaired, run.options.larger_batch)
     larger = run.options.larger_batch or 0
-    if run.options.larger_batch is not None and larger < 1:
-        raise ValueError(f"--larger-batch {larger}: expected at least 1")
+    require_at_least(1, **{"larger-batch": run.options.larger_batch})
     factor = larger / run.parsed(task.name).data.init_args.batch_size
     chosen = run.rows(backbones)
     for seed in run.seeds:

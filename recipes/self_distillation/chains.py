@@ -22,6 +22,7 @@ from typing import Any
 
 from datamodules.tables import TXT
 from recipes.experiment import Node, Run, Stage
+from recipes.messages import require_at_least
 from recipes.nodes import Artifact
 from recipes.self_distillation import measures
 
@@ -67,8 +68,7 @@ def declare(run: Run, kind: str) -> None:
         ValueError: if there are no pre-trained weights, --decoder_steps is below 1, or --select is
             best and fine-tuning never validates.
     """
-    if (count := run.options.decoder_steps) is not None and count < 1:
-        raise ValueError(f"--decoder_steps {count}: expected at least 1")
+    require_at_least(1, decoder_steps=run.options.decoder_steps)
     for _, key, _ in run.flags.given:
         if key == "model.init_from":
             raise ValueError(
