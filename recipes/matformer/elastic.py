@@ -47,8 +47,9 @@ from recipes.matformer.language import (
 )
 from recipes.matformer.starts import nested_settings
 from recipes.matformer.submodels import ladder
+from recipes.matformer.trials import Derived, language_training
 from recipes.messages import console
-from recipes.nodes import device
+from recipes.nodes import Measurement, Stage, device
 from recipes.provenance import provenance
 from recipes.results import Row, select
 from recipes.runner import run_experiment
@@ -113,41 +114,61 @@ CLAIMS = [
 
 def declare(run: Run) -> None:
     """Declare sorting the decoder's neurons, then the training and scores of every row."""
-    grid = run.grid("elastic_grid")
     rows = run.rows(ROWS)
     settings = nested_settings(run, "elastic")
+    prepared = [preparation(run, seed, settings) for seed in run.seeds]
+    grid = run.grid("elastic_grid")
+    fractions = settings.model.init_args.fractions
     for seed in run.seeds:
-        base = {}
-        if grid["base"]:
-            base["base"] = run.stage("base", grid["base"], seed, {"model.fractions": None})
-        preparation = {
-            "architecture": settings.model.init_args.architecture,
-            "model_args": settings.model.init_args.model_args or {},
-            "data": settings.data.init_args.as_dict(),
-            "batches": grid["calibration_batches"],
-            # blocks are left out at even distances
-            "parts": [axis for axis in settings.model.init_args.fractions if axis != "depth"],
-        }
-        prepared = run.measure("prepared", seed, prepare, base, preparation)
-        # the decoder is the user's to choose, unless it is trained here; `prepare` reads the flag
-        chosen = () if grid["base"] else ("model.architecture",)
-        stages = {
-            row: run.stage(
-                row, "elastic", seed, varied(row, prepared, grid),
-                derived={"model.fractions": lambda c: None} if row == "dense" else {},
-                prepared=chosen,
-            )
-            for row in rows
-        }  # fmt: skip
-        scoring = {"fractions": settings.model.init_args.fractions, "timed": grid["timed_tokens"]}
-        first = {"prepared": prepared, **dict(list(stages.items())[:1])}
+        stages = {row: fine_tuning(run, row, seed, prepared, fractions) for row in rows}
+        scoring = {"fractions": fractions, "timed": grid["timed_tokens"]}
+        first = {"prepared": prepared[seed], **dict(list(stages.items())[:1])}
         run.measure("untrained", seed, measure_untrained, first, scoring)
         run.measure("unigram", seed, measure_unigram, dict(list(stages.items())[:1]))
         for row, stage in stages.items():
             run.measure(f"sizes of {row}", seed, measure_sizes, {row: stage}, scoring)
 
 
-def varied(row: str, prepared: Any, grid: dict[str, Any]) -> dict[str, Any]:
+def preparation(run: Run, seed: int, settings: Any) -> Measurement:
+    """Declare sorting the decoder's neurons, after its training if the preset trains it here."""
+    grid = run.grid("elastic_grid")
+    base = {}
+    if grid["base"]:
+        base["base"] = run.stage("base", grid["base"], seed, {"model.fractions": None})
+    given = {
+        "architecture": settings.model.init_args.architecture,
+        "model_args": settings.model.init_args.model_args or {},
+        "data": settings.data.init_args.as_dict(),
+        "batches": grid["calibration_batches"],
+        # blocks are left out at even distances
+        "parts": [axis for axis in settings.model.init_args.fractions if axis != "depth"],
+    }
+    return run.measure("prepared", seed, prepare, base, given)
+
+
+def fine_tuning(
+    run: Run,
+    row: str,
+    seed: int,
+    prepared: Sequence[Measurement],
+    fractions: dict[str, list[float]],
+) -> Stage:
+    """Declare a row's training, of the decoder that was prepared with its seed."""
+    grid = run.grid("elastic_grid")
+    # the decoder is the user's to choose, unless it is trained here; `prepare` reads the flag
+    chosen = () if grid["base"] else ("model.architecture",)
+    names = granularity_names(len(next(iter(fractions.values()))))
+    derived: Derived = {}
+    metrics = [f"val/loss_{name}" for name in names]
+    if row == "dense":
+        derived, metrics = {"model.fractions": lambda c: None}, ["val/loss"]
+    return language_training(
+        run, row, "elastic", seed, lambda seed: varied(row, prepared[seed], grid), derived, metrics,
+        chosen,
+    )  # fmt: skip
+
+
+def varied(row: str, prepared: Measurement, grid: dict[str, Any]) -> dict[str, Any]:
     """The settings in which a row's stage differs from elastic.yaml."""
     folder = prepared / ("original" if row == "unsorted" else "sorted")
     changed: dict[str, Any] = {

@@ -34,9 +34,8 @@ from recipes.matformer.matlm_report import FEWER_HEADS, NESTED, PROBABILITIES, r
 from recipes.matformer.matvit import SEARCH_PREDICTS, sampler
 from recipes.matformer.starts import nested_settings
 from recipes.matformer.submodels import SEARCH_PAIRS
-from recipes.matformer.trials import Derived, tuned
+from recipes.matformer.trials import Derived, language_training
 from recipes.messages import console
-from recipes.records import at
 from recipes.runner import run_experiment
 
 HEADS = [0.25, 0.5, 0.75, 1.0]  # Appendix F.2
@@ -284,41 +283,8 @@ def nested(run: Run, row: str, seed: int, **settings: Any) -> Stage:
 def training(
     run: Run, name: str, seed: int, varied: dict[str, Any], derived: Derived, metrics: Sequence[str]
 ) -> Stage:
-    """Declare a training at the learning rate that its trials choose, if the preset has trials.
-
-    Each trial has a quarter of the training's steps, at seed 0, and its loss (the mean of these
-    metrics) is that on text which is neither trained on nor scored in the tables.
-
-    Args:
-        run: receives the stages.
-        name: of the stage.
-        seed: of the stage.
-        varied: settings in which it differs from matlm.yaml.
-        derived: see `Stage`.
-        metrics: logged losses.
-    """
-
-    def of(key: str, c: Any) -> Any:
-        return derived[key](c) if key in derived else at(c, key)
-
-    def steps(c: Any) -> int:
-        return max(1, int(of("trainer.max_steps", c)) // 4)
-
-    def warmup(c: Any) -> float:
-        given = of("model.warmup_steps", c)
-        return given if given < 1 else given // 4
-
-    shorter: Derived = {
-        **derived,
-        "trainer.max_steps": steps,
-        "model.warmup_steps": warmup,
-        "trainer.val_check_interval": lambda c: steps(c) * of("trainer.accumulate_grad_batches", c),
-    }
-    grid = run.grid("matlm_grid")
-    chosen = tuned(
-        run, name, "matlm", varied, grid["trials"], grid["trial"], shorter, metrics, "min"
-    )
-    return run.stage(name, "matlm", seed, varied, chosen, derived)
+    """Declare a training of matlm.yaml, see `language_training`; `varied` at every seed."""
+    return language_training(run, name, "matlm", seed, lambda seed: varied, derived, metrics)
 
 
 def quarter_of_steps(c: Any) -> int:

@@ -360,6 +360,32 @@ def test_every_training_chooses_its_rate_on_text_that_no_table_scores(out):
     assert (1, "matlm trial 1") not in stages
 
 
+def test_every_row_of_an_elastic_decoder_chooses_its_rate_on_text_that_no_table_scores(tmp_path):
+    """The dense decoder too; before, all rows shared a rate that nobody had tuned."""
+    (tmp_path / "mine.txt").write_text("a line of text")
+    for flags in ([], [f"--elastic.data.val={tmp_path / 'mine.txt'}"]):
+        arguments = ["--preset", "small", "--out", str(tmp_path), "--seeds", "2", *flags]
+        started = command_line(elastic.EXPERIMENT, arguments)
+        elastic.declare(started)
+        stages = {(node.seed, node.name): node for node in started.nodes.values()}
+        for row in elastic.ROWS:
+            full = stages[0, row].parsed()
+            trials = [stages[0, f"{row} trial {number}"] for number in range(1, 5)]
+            assert len({one.parsed().model.init_args.lr for one in trials}) == 4
+            for trial in (one.parsed() for one in trials):
+                assert trial.trainer.max_steps == full.trainer.max_steps // 4
+                assert trial.trainer.limit_val_batches == 1.0  # all of the held-out text
+                assert trial.trainer.val_check_interval == trial.trainer.max_steps
+                assert trial.data.init_args.train == full.data.init_args.train
+                assert trial.data.init_args.val is None is not full.data.init_args.val
+                assert trial.model.init_args.fractions == full.model.init_args.fractions
+            for seed in (0, 1):  # trials are those of seed 0, from its decoder
+                waited = {(node.seed, node.name) for node in stages[seed, row].waits_for()}
+                assert waited == {(seed, "prepared"), *((0, one.name) for one in trials)}
+            for trial in trials:
+                assert [(n.seed, n.name) for n in trial.waits_for()] == [(0, "prepared")]
+
+
 @pytest.mark.parametrize("preset", ["small", "medium", "78M", "paper"])
 def test_independent_models_validate_in_every_quarter(preset, out):
     started = command_line(matlm.EXPERIMENT, ["--preset", preset, "--rows", "independent"])
