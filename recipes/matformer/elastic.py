@@ -116,11 +116,11 @@ def declare(run: Run) -> None:
     """Declare sorting the decoder's neurons, then the training and scores of every row."""
     rows = run.rows(ROWS)
     settings = nested_settings(run, "elastic")
-    prepared = [preparation(run, seed, settings) for seed in run.seeds]
     grid = run.grid("elastic_grid")
+    prepared = [preparation(run, seed, grid, settings) for seed in run.seeds]
     fractions = settings.model.init_args.fractions
     for seed in run.seeds:
-        stages = {row: fine_tuning(run, row, seed, prepared, fractions) for row in rows}
+        stages = {row: fine_tuning(run, row, seed, grid, prepared, fractions) for row in rows}
         scoring = {"fractions": fractions, "timed": grid["timed_tokens"]}
         first = {"prepared": prepared[seed], **dict(list(stages.items())[:1])}
         run.measure("untrained", seed, measure_untrained, first, scoring)
@@ -129,9 +129,8 @@ def declare(run: Run) -> None:
             run.measure(f"sizes of {row}", seed, measure_sizes, {row: stage}, scoring)
 
 
-def preparation(run: Run, seed: int, settings: Any) -> Measurement:
+def preparation(run: Run, seed: int, grid: dict[str, Any], settings: Any) -> Measurement:
     """Declare sorting the decoder's neurons, after its training if the preset trains it here."""
-    grid = run.grid("elastic_grid")
     base = {}
     if grid["base"]:
         base["base"] = run.stage("base", grid["base"], seed, {"model.fractions": None})
@@ -150,11 +149,11 @@ def fine_tuning(
     run: Run,
     row: str,
     seed: int,
+    grid: dict[str, Any],
     prepared: Sequence[Measurement],
     fractions: dict[str, list[float]],
 ) -> Stage:
     """Declare a row's training, of the decoder that was prepared with its seed."""
-    grid = run.grid("elastic_grid")
     # the decoder is the user's to choose, unless it is trained here; `prepare` reads the flag
     chosen = () if grid["base"] else ("model.architecture",)
     names = granularity_names(len(next(iter(fractions.values()))))
