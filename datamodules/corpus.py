@@ -62,7 +62,8 @@ class CorpusData(WithTokenizer):
             source "datasets": the dataset's name. A folder with a manifest.json is a token file
             and used as it is.
         val: files to validate on (source "files"). None: the dataset's validation split, or else
-            the last `val_fraction` of the training tokens, whatever the seed.
+            the last `val_fraction` of the training tokens, whatever the seed; "train" (source
+            "datasets"): those tokens although the dataset has a validation split.
         test: files to test on (source "files"). None: the dataset's test split, or else the
             validation part.
         root: folder to look in for files that are not below the current folder; RECIPES_DATA when
@@ -117,10 +118,12 @@ class CorpusData(WithTokenizer):
             raise ValueError(
                 f"val_fraction is {val_fraction}, expected a share between 0 and 1, both excluded."
             )
-        if source != "files" and (val or test):
+        held_out = source == "datasets" and val == "train"
+        if source != "files" and (test or (val and not held_out)):
             raise ValueError(
                 f"source is {source}, val is {val!r} and test is {test!r}, expected neither: they "
-                "are for source files; python holds out val_fraction, a dataset has its own splits."
+                "are for source files; python holds out val_fraction, a dataset has its own splits "
+                "(or --data.val train, which holds out val_fraction of its training split)."
             )
         require_limits(eval_stride=eval_stride, max_bytes=max_bytes, eval_tokens=eval_tokens)
         if length < 2:
@@ -230,10 +233,10 @@ class CorpusData(WithTokenizer):
 
     def _exists(self, part: str) -> bool:
         """Whether a part has its own documents; otherwise it is held out of the training part."""
+        if self.source == "datasets" and self.parts[part] is None:
+            return SPLITS[part] in set_splits(str(self.parts["train"]), self.config)
         if self.source == "datasets":
-            return part == "train" or SPLITS[part] in set_splits(
-                str(self.parts["train"]), self.config
-            )
+            return part == "train"
         return self.parts[part] is not None
 
     def _paths(self, part: str) -> list[Path]:

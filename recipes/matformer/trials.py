@@ -58,7 +58,7 @@ def language_training(
 
     The trials are those of <config>_grid.yaml. Each has a quarter of the training's steps, at seed
     0, and its loss (the mean of these metrics) is that on the end of the training text, which it
-    leaves out; where the data come from `datasets`, that on their validation split.
+    leaves out: never on what `data.val` or a dataset's validation split has for the tables.
 
     Args:
         run: receives the stages.
@@ -86,7 +86,7 @@ def language_training(
         "trainer.max_steps": steps,
         "model.warmup_steps": warmup,
         "trainer.val_check_interval": lambda c: steps(c) * of("trainer.accumulate_grad_batches", c),
-        "data.val": lambda c: None,  # files of which the tables score
+        "data.val": lambda c: "train" if of("data.source", c) == "datasets" else None,
     }
     grid = run.grid(f"{config}_grid")
     chosen = tuned(

@@ -264,6 +264,12 @@ def test_a_set_of_the_datasets_library(tmp_path):
     data = CorpusData("datasets", str(folder), column="words", length=8, cache=cache)
     assert data.token_file("train").tokens.tolist() == ids_of(DOCUMENTS)
     assert data.stream("val").read(0, 99).tolist() == ids_of(["one", "two"])
+    held_out = CorpusData("datasets", str(folder), "train", column="words", length=8, cache=cache)
+    tokens = ids_of(DOCUMENTS)
+    border = len(tokens) - round(len(tokens) * held_out.val_fraction)
+    for part in ("val", "test"):  # which the set does not have
+        assert held_out.stream(part).read(0, 99).tolist() == tokens[border:]
+    assert len(held_out.stream("train")) == border
     with pytest.raises(ValueError, match="has no column 'text', the columns are words"):
         CorpusData("datasets", str(folder), length=8, cache=cache).token_file("train")
     (folder / "train.jsonl").write_text(json.dumps({"words": "changed"}) + "\n")
@@ -405,6 +411,7 @@ def test_others_may_read_a_token_file(corpus):
         ('{"text": 12}\n', {}, "line 1: there is no text 'text' in it .*12 is no text"),
         ("", {"source": "python", "train": None, "val": "a.txt"}, "expected neither"),
         ("", {"source": "datasets", "test": "a.txt"}, "expected neither"),
+        ("", {"source": "datasets", "val": "a.txt"}, "expected neither.*or --data.val train"),
         ("", {"eval_stride": 0}, "eval_stride is 0, expected 1 or more"),
         ("", {"eval_tokens": 0}, "eval_tokens is 0, expected 1 or more"),
     ],

@@ -386,6 +386,21 @@ def test_every_row_of_an_elastic_decoder_chooses_its_rate_on_text_that_no_table_
                 assert [(n.seed, n.name) for n in trial.waits_for()] == [(0, "prepared")]
 
 
+def test_trials_on_a_set_of_the_datasets_library_leave_its_validation_split_to_the_tables(tmp_path):
+    """Before, they chose the rate on the split that the tables score."""
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps({"text": "a line of text"}) + "\n")
+    data = ["--data.source=datasets", f"--data.train={tmp_path}"]
+    started = command_line(
+        matlm.EXPERIMENT, ["--preset", "small", "--rows", "matlm", "--seeds", "1", *data]
+    )
+    matlm.declare(started)
+    stages: dict[str, Any] = {node.name: node for node in started.nodes.values()}
+    names = ["matlm", *(f"matlm trial {number}" for number in range(1, 5))]
+    held_out = [stages[name].parsed().data.init_args.val for name in names]
+    assert held_out == [None, *["train"] * 4]
+
+
 @pytest.mark.parametrize("preset", ["small", "medium", "78M", "paper"])
 def test_independent_models_validate_in_every_quarter(preset, out):
     started = command_line(matlm.EXPERIMENT, ["--preset", preset, "--rows", "independent"])
