@@ -15,8 +15,9 @@ import operator
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from functools import lru_cache, reduce
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, lru_cache, reduce
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -192,11 +193,9 @@ class RecipeCLI(LightningCLI):
         Raises:
             ValueError: for a wrong argument.
         """
-        try:
+        with _in_one_sentence():
             super().parse_arguments(parser, args)
-        except WrongSetting as error:
-            raise ValueError(shortened(str(error))) from error
-        _refuse_nested(self.config[self.config.subcommand], args)
+        _refuse_nested(self.config[self.config.subcommand], args if isinstance(args, list) else [])
 
     def before_instantiate_classes(self) -> None:
         """Fill in settings that follow from others; warn if model and data disagree."""
@@ -279,7 +278,16 @@ class RecipeCLI(LightningCLI):
         """
 
 
-def _refuse_nested(settings: Namespace, args: ArgsType) -> None:
+@contextmanager
+def _in_one_sentence() -> Iterator[None]:
+    """Turn jsonargparse's error into a ValueError of one sentence."""
+    try:
+        yield
+    except WrongSetting as error:
+        raise ValueError(shortened(str(error))) from error
+
+
+def _refuse_nested(settings: Namespace, args: Sequence[str]) -> None:
     """Refuse a flag for an entry of a dict within a dict: --model.sizes.text.vocab_size.
 
     jsonargparse would take its value as text, and drop the other entries.
@@ -287,7 +295,7 @@ def _refuse_nested(settings: Namespace, args: ArgsType) -> None:
     Raises:
         ValueError: naming the flag, and the one to give instead.
     """
-    for argument in args if isinstance(args, list) else []:
+    for argument in args:
         names = key_of(argument.partition("=")[0].lstrip("-")).split(".")
         place: Any = settings
         for depth, name in enumerate(names):
@@ -359,16 +367,23 @@ class _ParseOnly(RecipeCLI):
         """Stop before anything is run."""
 
 
-class _ParseFit(_ParseOnly):
-    """Parses the arguments of `fit` alone, without building the parsers of the other verbs.
+class _FitParser(_ParseOnly):
+    """Builds the parser of `fit`, without those of the other verbs, and parses nothing."""
 
-    That takes a fraction of the time, and an experiment parses hundreds of stages as it starts.
-    """
+    def setup_parser(self, *_: Any) -> None:
+        """Build it."""
+        self._subcommand_method_arguments: dict[str, list[str]] = {}
+        self.parser = self._prepare_subcommand_parser(self.trainer_class, "fit")
 
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        """Only `fit`."""
-        return {"fit": LightningCLI.subcommands()["fit"]}
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse nothing."""
+        self.config = Namespace(subcommand="fit")
+
+
+@cache
+def _fit_parser() -> LightningArgumentParser:
+    """The parser of `fit`: an experiment parses hundreds of stages as it starts, all with it."""
+    return _FitParser().parser
 
 
 def parse(path: str | Path, preset: str = PAPER, overrides: Sequence[str] = ()) -> Namespace:
@@ -388,7 +403,9 @@ def parse(path: str | Path, preset: str = PAPER, overrides: Sequence[str] = ()) 
 @lru_cache(maxsize=4096)
 def _parse(texts: tuple[str, ...], overrides: tuple[str, ...]) -> Namespace:
     configs = [part for text in texts for part in ("-c", text)]
-    settings = _ParseFit(["fit", *configs, *overrides]).config["fit"]
+    with _in_one_sentence():
+        settings = _fit_parser().parse_args([*configs, *overrides])
+    _refuse_nested(settings, overrides)
     agree(settings)
     return settings
 

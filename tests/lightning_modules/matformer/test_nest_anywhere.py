@@ -369,7 +369,8 @@ def test_what_leaves_is_frozen_where_the_model_is_and_has_its_sizes_in_the_confi
 def test_extracting_never_holds_a_second_full_model():
     """The meta device holds no numbers: what is copied on it is counted by its elements."""
     config = transformers.AutoConfig.for_model("llama", **KINDS["llama"], vocab_size=50)
-    model = nest(transformers.AutoModelForCausalLM.from_config(config).to("meta"))
+    with torch.device("meta"):
+        model = nest(transformers.AutoModelForCausalLM.from_config(config))
     made = 0
 
     class Count(torch.utils._python_dispatch.TorchDispatchMode):
