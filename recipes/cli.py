@@ -133,6 +133,7 @@ class RecipeCLI(LightningCLI):
 
     def __init__(self, args: ArgsType = None, callbacks: Sequence[L.Callback] = ()):
         self.further_callbacks = callbacks
+        self.verb = args[0] if isinstance(args, list) and args else ""
         super().__init__(
             L.LightningModule,
             L.LightningDataModule,
@@ -156,6 +157,11 @@ class RecipeCLI(LightningCLI):
             },
             args=args,
         )
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """The verbs: the one that the command line begins with, or all, of which --help tells."""
+        verbs = LightningCLI.subcommands()
+        return {self.verb: verbs[self.verb]} if self.verb in verbs else verbs
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the keys and links that all stages share."""
@@ -373,7 +379,7 @@ class _FitParser(_ParseOnly):
     def setup_parser(self, *_: Any) -> None:
         """Build it."""
         self._subcommand_method_arguments: dict[str, list[str]] = {}
-        self.parser = self._prepare_subcommand_parser(self.trainer_class, "fit")
+        self.parser = self._prepare_subcommand_parser(L.Trainer, "fit")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse nothing."""
