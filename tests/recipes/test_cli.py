@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from lightning_modules.matformer import MatViT
-from recipes.cli import grid, layers, main, parse, presets
+from recipes.cli import _fit_parser, _parse, grid, layers, main, parse, presets
 from recipes.ending import ending
 
 MATFORMER = Path(__file__).resolve().parents[2] / "recipes" / "matformer"
@@ -320,6 +320,24 @@ def test_a_preset_may_extend_another(tmp_path):
     assert grid(file, "two") == {"a": 2, "b": {"x": 1, "y": 3}, "c": None}
     assert grid(file, "two", {"d": 1})["d"] == 1
     assert "1.0e-3" in layers(file)[0]  # as it is written: 1e-3 is for jsonargparse to read
+
+
+def test_every_stage_is_parsed_as_if_it_were_the_first():
+    """One parser reads them all; neither another stage's settings nor an error stays in it."""
+    glue = MATFORMER.parent / "vera" / "glue.yaml"
+    others = (BASE, "paper"), (str(MATFORMER / "matlm.yaml"), "small"), (str(glue), "tiny")
+    alone = []
+    for file, preset in others:
+        _fit_parser.cache_clear()
+        _parse.cache_clear()
+        alone.append(parse(file, preset, ["--model.lr=0.5"]))
+    _parse.cache_clear()
+    with pytest.raises(ValueError, match="no_such"):
+        parse(BASE, "tiny", ["--trainer.max_epochs=7", "--model.no_such=1"])
+    for (file, preset), first in [*zip(others, alone, strict=True)] * 2:
+        assert parse(file, preset, ["--model.lr=0.5"]) == first
+        parse(file, preset, ["--trainer.max_epochs=7", "--model.lr=0.25"])
+        _parse.cache_clear()
 
 
 def test_parsing_leaves_the_random_generators_alone():
