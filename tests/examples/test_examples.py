@@ -91,6 +91,8 @@ def test_digits_are_those_of_the_demo(tmp_path, monkeypatch):
     assert {part: len(paths) for part, paths in files.items()} == {
         "train": 1298, "val": 479, "new": 20,
     }  # fmt: skip
+    for name in ("ARGS", "MAKEFLAGS"):  # of `make test ARGS=…`, which are pytest's
+        monkeypatch.delenv(name, raising=False)
     shown = subprocess.run(
         ["make", "-n", "--no-print-directory", "demo"], cwd=ROOT, capture_output=True, text=True
     ).stdout
