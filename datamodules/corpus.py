@@ -233,10 +233,11 @@ class CorpusData(WithTokenizer):
 
     def _exists(self, part: str) -> bool:
         """Whether a part has its own documents; otherwise it is held out of the training part."""
-        if self.source == "datasets" and self.parts[part] is None:
-            return SPLITS[part] in set_splits(str(self.parts["train"]), self.config)
         if self.source == "datasets":
-            return part == "train"
+            return part == "train" or (
+                self.parts[part] is None
+                and SPLITS[part] in set_splits(str(self.parts["train"]), self.config)
+            )
         return self.parts[part] is not None
 
     def _paths(self, part: str) -> list[Path]:

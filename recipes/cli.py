@@ -131,9 +131,8 @@ class RecipeCLI(LightningCLI):
         callbacks: further callbacks, in addition to those of the YAML file.
     """
 
-    def __init__(self, args: ArgsType = None, callbacks: Sequence[L.Callback] = ()):
-        self.further_callbacks = callbacks
-        self.verb = args[0] if isinstance(args, list) and args else ""
+    def __init__(self, args: Sequence[str], callbacks: Sequence[L.Callback] = ()):
+        self.args, self.further_callbacks = list(args), callbacks
         super().__init__(
             L.LightningModule,
             L.LightningDataModule,
@@ -155,13 +154,13 @@ class RecipeCLI(LightningCLI):
                     for verb in self.subcommands()
                 },
             },
-            args=args,
+            args=self.args,
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """The verbs: the one that the command line begins with, or all, of which --help tells."""
         verbs = LightningCLI.subcommands()
-        return {self.verb: verbs[self.verb]} if self.verb in verbs else verbs
+        return {verb: verbs[verb] for verb in self.args[:1] if verb in verbs} or verbs
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the keys and links that all stages share."""
@@ -201,7 +200,7 @@ class RecipeCLI(LightningCLI):
         """
         with _in_one_sentence():
             super().parse_arguments(parser, args)
-        _refuse_nested(self.config[self.config.subcommand], args if isinstance(args, list) else [])
+        _refuse_nested(self.config[self.config.subcommand], self.args)
 
     def before_instantiate_classes(self) -> None:
         """Fill in settings that follow from others; warn if model and data disagree."""
@@ -389,7 +388,7 @@ class _FitParser(_ParseOnly):
 @cache
 def _fit_parser() -> LightningArgumentParser:
     """The parser of `fit`: an experiment parses hundreds of stages as it starts, all with it."""
-    return _FitParser().parser
+    return _FitParser([]).parser
 
 
 def parse(path: str | Path, preset: str = PAPER, overrides: Sequence[str] = ()) -> Namespace:
