@@ -336,7 +336,8 @@ def find_files(patterns: Sequence[str], root: str = "") -> list[Path]:
 
 def _stamps(paths: Sequence[Path]) -> list[tuple[str, int, float]]:
     """Each file's path, size and time of its last change."""
-    return [(str(path), path.stat().st_size, path.stat().st_mtime) for path in paths]
+    found = [(str(path), path.stat()) for path in paths]
+    return [(name, stat.st_size, stat.st_mtime) for name, stat in found]
 
 
 def _places(name: str, root: str) -> list[Path]:

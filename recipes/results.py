@@ -129,8 +129,8 @@ def select(table: pd.DataFrame, where: Where) -> pd.DataFrame:
     for name, wanted in where.items():
         if name not in COLUMNS:
             raise ValueError(f"the table has no column {name!r}: expected one of {COLUMNS}")
-        column = table[name].iloc[places]
-        values = wanted if isinstance(wanted, list | tuple | set) else [wanted]
+        column = table[name].array[places]
+        values = list(wanted) if isinstance(wanted, list | tuple | set) else [wanted]
         places = places[column.isna() if wanted is None else column.isin(values)]
     return table.iloc[places]
 
@@ -153,8 +153,9 @@ def by_seed(
     """
     conditions = {"metric": metric, "x": None, **(where or {})}
     lines = select(table, conditions)
-    spread_over = [mean_over] if mean_over else []
-    if len(several := lines[lines.duplicated(["seed", *spread_over], keep=False)]):
+    repeated = lines[["seed", mean_over] if mean_over else "seed"].duplicated(keep=False)
+    if repeated.any():
+        several = lines[repeated]
         differing = [n for n in KEY[1:] if several[n].nunique(dropna=False) > 1 and n != "seed"]
         raise ValueError(
             f"{metric!r} of {dict(where or {})} has several values of seed "
