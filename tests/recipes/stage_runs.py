@@ -24,7 +24,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from recipes.cli import main
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-METHODS = ("albef", "matformer", "pela", "pela.downstream", "self_distillation", "vera")
+METHODS = ("albef", "apet", "matformer", "pela", "pela.downstream", "self_distillation", "vera")
 under_both_strategies = pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 # torch 2.13's gloo segfaults now and then while sharded tensors are gathered (1 of about 10 runs of
 # MatFormer's FSDP2 test on a busy machine), which is not what is tested here

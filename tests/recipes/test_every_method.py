@@ -127,7 +127,9 @@ def options_of(stage, folder):
     if stage == "pela/detection":
         pytest.importorskip("pycocotools")
     options = [
-        "--trainer.max_epochs=-1", f"--trainer.max_steps={STEPS}", "--trainer.limit_val_batches=2"
+        "--trainer.max_epochs=-1", f"--trainer.max_steps={STEPS}", "--trainer.limit_val_batches=2",
+        # no more than are looked at: to gather a sharded one takes longer than a step
+        f"--checkpoint.every_n_train_steps={RESUMED_AT}", "--checkpoint.save_last=link",
     ]  # fmt: skip
     if stage == REPAIR:
         torch.save(dense_weights(), folder.parent / "dense.pt")
