@@ -13,15 +13,18 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from recipes.executors import LocalPool, Task, sigterm_raises, visible_gpus
 
 
-def seen(seconds, on_progress):
-    time.sleep(seconds)  # so that one process does not take both tasks
+def seen(begun, on_progress):
+    (begun / str(os.getpid())).touch()
+    while len(list(begun.iterdir())) < 2:  # so that one process does not take both tasks
+        time.sleep(0.05)
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def test_processes_get_the_gpus_in_turn(tmp_path):
     pool = LocalPool(2, threads=1, gpus=["3", "GPU-5"])
     try:
-        tasks = [Task(seen, 4.0, tmp_path / f"{n}.log") for n in range(2)]
+        (begun := tmp_path / "begun").mkdir()
+        tasks = [Task(seen, begun, tmp_path / f"{n}.log") for n in range(2)]
         futures = [pool.submit(task, lambda text: None) for task in tasks]
         assert {future.result(timeout=120) for future in futures} == {"3", "GPU-5"}
     finally:
