@@ -336,8 +336,7 @@ def find_files(patterns: Sequence[str], root: str = "") -> list[Path]:
 
 def _stamps(paths: Sequence[Path]) -> list[tuple[str, int, float]]:
     """Each file's path, size and time of its last change."""
-    found = [(str(path), path.stat()) for path in paths]
-    return [(name, stat.st_size, stat.st_mtime) for name, stat in found]
+    return [(str(path), (stat := path.stat()).st_size, stat.st_mtime) for path in paths]
 
 
 def _places(name: str, root: str) -> list[Path]:

@@ -130,7 +130,7 @@ def select(table: pd.DataFrame, where: Where) -> pd.DataFrame:
         if name not in COLUMNS:
             raise ValueError(f"the table has no column {name!r}: expected one of {COLUMNS}")
         column = table[name].array[places]
-        values = list(wanted) if isinstance(wanted, list | tuple | set) else [wanted]
+        values = wanted if isinstance(wanted, list | tuple | set) else [wanted]
         places = places[column.isna() if wanted is None else column.isin(values)]
     return table.iloc[places]
 

@@ -13,8 +13,7 @@ def check_reports_of_parts(experiment: Experiment, run: Run) -> None:
     """A report is written from any part of the table too, which is what `--only` leaves.
 
     Tries the table without each of its stages, and each stage alone; the same stage of other
-    trials, sizes or seeds counts once. Plots are made but not drawn into files, which would take
-    most of the time.
+    trials, sizes or seeds counts once. Plots are made but not drawn into files, to save time.
     """
     table = results.read(run.out)
     stages = {"".join(c for c in name if not c.isdigit()): name for name in table["stage"]}
