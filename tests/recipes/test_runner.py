@@ -424,7 +424,6 @@ sys.path.insert(0, {folder!r})
 from jobs_experiment import EXPERIMENT
 from recipes.messages import console
 from recipes.runner import run_experiment
-from tests.recipes.fake_trainings import MATFORMER, Trainings, chain, look, report, stage_of
 if __name__ == "__main__":
     console(lambda: run_experiment(EXPERIMENT))
 """
@@ -471,23 +470,34 @@ def script(tmp_path, monkeypatch):
     return start
 
 
-def test_two_jobs_give_the_table_of_one(script, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)  # its processes start with this one's path
+@pytest.fixture
+def here(script, tmp_path, monkeypatch):
+    """Runs the same experiment in this process, whose imports are done, from the same folder."""
+    monkeypatch.syspath_prepend(tmp_path)  # its workers start with this one's path
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "jobs_experiment", raising=False)  # another test's
     experiment = importlib.import_module("jobs_experiment").EXPERIMENT
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    for jobs in ("1", "2"):
-        out = str(tmp_path / jobs)
-        run_experiment(experiment, ["--out", out, "--jobs", jobs, "--trainer.max_epochs=2"])
+    yield lambda *flags: run_experiment(experiment, list(flags))
     torch.set_num_threads(threads)
-    tables = [(tmp_path / jobs / "jobs/tiny/results.csv").read_bytes() for jobs in ("1", "2")]
+
+
+def test_two_jobs_give_the_table_of_one(here):
+    tables = []
+    for jobs in ("1", "2"):
+        run = here("--out", jobs, "--jobs", jobs, "--trainer.max_epochs=2")
+        tables.append((run.out / "results.csv").read_bytes())
     assert tables[0] == tables[1] and tables[0].count(b"\n") > 15
 
 
-def test_a_second_run_is_refused_and_a_killed_one_continues(script, tmp_path):
-    flags = ("--jobs", "2", "--trainer.max_epochs=60", "--data.per_class=20")
-    flags += ("--data.batch_size=32",)
-    first = script(*flags)
+# epochs enough to be killed between the first and the last
+LONG = ("--trainer.max_epochs=16", "--trainer.log_every_n_steps=6")
+LONG += ("--data.per_class=20", "--data.batch_size=32")
+
+
+def test_a_second_run_is_refused_and_a_killed_one_continues(script, here, tmp_path):
+    first = script("--jobs", "2", *LONG)
     folder = tmp_path / "runs/jobs/tiny"
     nested, lock = folder / "seed0/nested", folder / ".lock"
     waited = time.monotonic() + PATIENCE
@@ -495,11 +505,9 @@ def test_a_second_run_is_refused_and_a_killed_one_continues(script, tmp_path):
         assert first.poll() is None and time.monotonic() < waited
         time.sleep(0.05)
     first.send_signal(signal.SIGSTOP)  # it must not end before the second asks for the folder
-    second = script(*flags)
-    said = second.communicate()[0]
+    with pytest.raises(ValueError, match=rf"is in use by another run \(process {first.pid}\)"):
+        here(*LONG)
     first.send_signal(signal.SIGCONT)
-    assert second.returncode == 2, said
-    assert f"is in use by another run (process {first.pid})" in said
     # the log's folder comes with its first line, which may be after the first checkpoint, and
     # last.ckpt, from which the next run goes on, after the epoch's own
     while not all(list(nested.glob(name)) for name in ("checkpoints/last.ckpt", "log*")):
@@ -512,12 +520,9 @@ def test_a_second_run_is_refused_and_a_killed_one_continues(script, tmp_path):
     time.sleep(1)
     assert checkpoint_step(nested) == steps  # its workers have ended with it
     assert not read_record(nested)["finished"]
-    third = script(*flags)
-    said = third.communicate()[0]
-    assert third.returncode == 0, said
-    record = json.loads((nested / "node.json").read_text())
-    assert record["finished"] and len(list(nested.glob("log*"))) == 2
-    assert checkpoint_step(nested) == 60 * 6
+    here(*LONG)
+    assert read_record(nested)["finished"] and len(list(nested.glob("log*"))) == 2
+    assert checkpoint_step(nested) == 16 * 6
 
 
 def checkpoint_step(folder):
@@ -526,10 +531,9 @@ def checkpoint_step(folder):
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install ray")
-def test_a_killed_run_on_ray_continues_to_the_table_of_one_job(script, tmp_path):
+def test_a_killed_run_on_ray_continues_to_the_table_of_one_job(script, here, tmp_path, capsys):
     """Two workers of a Ray on this machine."""
-    flags = ("--trainer.max_epochs=40", "--data.per_class=20", "--data.batch_size=32")
-    ray = ("--cluster", "local", "--jobs", "2", *flags)
+    ray = ("--cluster", "local", "--jobs", "2", *LONG)
     first = script(*ray)
     folder = tmp_path / "runs/jobs/tiny"
     nested, plain = folder / "seed0/nested", folder / "seed0/plain"
@@ -543,14 +547,11 @@ def test_a_killed_run_on_ray_continues_to_the_table_of_one_job(script, tmp_path)
     said = second.communicate()[0]
     assert second.returncode == 0, said
     for node in (nested, plain):
-        assert read_record(node)["finished"] and checkpoint_step(node) == 40 * 6
+        assert read_record(node)["finished"] and checkpoint_step(node) == 16 * 6
         assert len(list(node.glob("log*"))) == 2  # it went on, once
-    again = script(*ray)
-    said = again.communicate()[0]
-    assert again.returncode == 0 and said.count("finished before, skipped") == 4, said
-    one = script(*flags, "--out", "one")
-    said = one.communicate()[0]
-    assert one.returncode == 0, said
+    here(*LONG)
+    assert capsys.readouterr().out.count("finished before, skipped") == 4
+    here(*LONG, "--out", "one")
     tables = [(tmp_path / out / "jobs/tiny/results.csv").read_bytes() for out in ("runs", "one")]
     assert tables[0] == tables[1] and tables[0].count(b"\n") > 3
 
