@@ -17,8 +17,9 @@ a further row nests the neurons in their original order. `--rows …,scratch` ad
 random weights. matvit_grid.yaml lists the learning rates that each training chooses from.
 """
 
+import json
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -246,18 +247,25 @@ def narrow(place: int) -> Callable[[Any], dict[str, Any]]:
     def arguments(settings: Any) -> dict[str, Any]:
         model = settings.model.init_args
         given = model.model_args or {}
-        ratio = hidden_ratio(model.architecture, given) * 2.0 ** (place - COUNT + 1)
+        ratio = hidden_ratio(model.architecture, json.dumps(given)) * 2.0 ** (place - COUNT + 1)
         return {**given, "mlp_ratio": ratio}
 
     return arguments
 
 
-def hidden_ratio(architecture: str, model_args: dict[str, Any]) -> float:
-    """Width of the feed-forward layers relative to the model's (timm's `mlp_ratio`)."""
-    if "mlp_ratio" in model_args:
-        return model_args["mlp_ratio"]
+@cache  # every stage of every seed asks, and the model has to be built for it
+def hidden_ratio(architecture: str, model_args: str) -> float:
+    """Width of the feed-forward layers relative to the model's (timm's `mlp_ratio`).
+
+    Args:
+        architecture: name of a model of timm.
+        model_args: its arguments, as JSON.
+    """
+    given = json.loads(model_args)
+    if "mlp_ratio" in given:
+        return given["mlp_ratio"]
     with torch.device("meta"):
-        parts = build_vision(architecture, 0, model_args).modules()
+        parts = build_vision(architecture, 0, given).modules()
     layer: Any = next(part.fc2 for part in parts if hasattr(part, "fc2"))
     return layer.in_features / layer.out_features
 
