@@ -18,10 +18,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from benchmarks.paired import command_line, heading, markdown, parsed, rounds, spread
+from benchmarks.paired import command_line, heading, markdown, parsed, spread
 from benchmarks.vera_step import TARGETS, Case, peak_bytes, training_step
 from lightning_modules.apet import insert
 from lightning_modules.tuning import trainable
+from recipes.machine import rounds
 
 RANKS = (1, 8, 24)
 OPERATIONS = (["add"], ["concat"], ["plug"], ["add", "concat", "plug"])

@@ -17,8 +17,9 @@ import timm
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.paired import heading, markdown, rounds, spread
+from benchmarks.paired import heading, markdown, spread
 from recipes.attention import plain_attention
+from recipes.machine import rounds
 
 TOKENS = (26, 64, 256, 512, 1024)
 WIDTH, HEADS, TOTAL = 64, 6, 2048  # of a head; heads; tokens of a batch, so that work is alike

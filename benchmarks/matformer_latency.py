@@ -26,11 +26,12 @@ import timm
 import torch
 from torch import nn
 
-from benchmarks.paired import ImageCase, command_line, heading, markdown, parsed, ratio, rounds
+from benchmarks.paired import ImageCase, command_line, heading, markdown, parsed
 from lightning_modules.counting import count_macs
 from lightning_modules.matformer import extract, nest, set_granularity
 from lightning_modules.matformer.idle_tail import freeze_idle_tail
 from lightning_modules.matformer.nest import GRANULARITIES
+from recipes.machine import ratio, rounds
 
 FRACTIONS = (1 / 8, 1 / 4, 1 / 2, 1.0)
 TOLERANCE = 0.03

@@ -1,4 +1,4 @@
-"""Interleaved timing of candidates, and the Markdown output that all benchmarks share."""
+"""The command line and the Markdown output that all benchmarks share."""
 
 import platform
 import shlex
@@ -6,7 +6,7 @@ import statistics
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,51 +84,6 @@ def heading(module: str, argv: Sequence[str] | None, device: torch.device) -> st
     arguments = sys.argv[1:] if argv is None else argv
     command = shlex.join(["python", "-m", f"benchmarks.{module}", *arguments])
     return f"`{command}` · {machine(device)} · {time.strftime('%Y-%m-%d')}\n"
-
-
-def rounds(
-    candidates: dict[str, Callable[[], Any]], repeats: int, seconds: float, device: torch.device
-) -> list[dict[str, float]]:
-    """Time candidates in rounds, in which each is called once; the first round only warms up.
-
-    On one CPU thread CPU time is measured instead of wall-clock time, which counts other processes
-    too.
-
-    Args:
-        candidates: functions to time, by name.
-        repeats: number of rounds, at most.
-        seconds: no further round starts after this long, but three are always measured.
-        device: a GPU is synchronised before each reading of the clock.
-
-    Returns:
-        Seconds of each candidate, for each round.
-    """
-
-    def clock() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        elif torch.get_num_threads() == 1:
-            return time.process_time()
-        return time.perf_counter()
-
-    measured: list[dict[str, float]] = []
-    end = time.perf_counter() + seconds
-    for index in range(-1, repeats):
-        if index >= 3 and time.perf_counter() > end:
-            break
-        took = {}
-        for name, call in candidates.items():
-            start = clock()
-            call()
-            took[name] = clock() - start
-        if index >= 0:
-            measured.append(took)
-    return measured
-
-
-def ratio(measured: list[dict[str, float]], name: str, other: str) -> float:
-    """Median over rounds of one candidate's time over another's."""
-    return statistics.median(took[name] / took[other] for took in measured)
 
 
 def spread(values: Sequence[float]) -> str:

@@ -29,9 +29,10 @@ import timm
 import torch
 from torch import nn
 
-from benchmarks.paired import ImageCase, command_line, heading, markdown, parsed, ratio, rounds
+from benchmarks.paired import ImageCase, command_line, heading, markdown, parsed
 from lightning_modules.counting import count_macs, count_parameters
 from lightning_modules.pela import factorize, low_rank_layers, plan_uniform
+from recipes.machine import ratio, rounds
 
 KAPPA = 2.0
 MULTIPLES = (1, 16)  # of ranks; 1: the paper's

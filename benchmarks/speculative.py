@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.paired import heading, markdown, ratio, rounds
+from benchmarks.paired import heading, markdown
 from datamodules.corpus import BYTES, CorpusData
 from lightning_modules.backbones import build_text
 from lightning_modules.counting import count_parameters
@@ -46,6 +46,7 @@ from lightning_modules.matformer.speculative import (
     speculative_generate,
 )
 from recipes.generate import load
+from recipes.machine import ratio, rounds
 
 PLAIN = "XL alone"
 THEIRS = "XL alone, transformers"

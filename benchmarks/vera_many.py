@@ -31,9 +31,10 @@ from typing import Any
 import torch
 from peft import PeftModel
 
-from benchmarks.paired import command_line, heading, markdown, parsed, rounds, spread
+from benchmarks.paired import command_line, heading, markdown, parsed, spread
 from benchmarks.vera_step import Case, macs_of, our_vera
 from lightning_modules.vera import Adapters, merge, save_adapter, to_peft
+from recipes.machine import rounds
 
 ROWS = 32
 TOLERANCE = 0.03

@@ -39,8 +39,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
-from benchmarks.paired import command_line, heading, markdown, parsed, rounds, spread
+from benchmarks.paired import command_line, heading, markdown, parsed, spread
 from lightning_modules.vera import add_vera
+from recipes.machine import rounds
 
 TARGETS = ["query", "value"]
 LORA_RANK = 8

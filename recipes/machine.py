@@ -1,9 +1,13 @@
-"""Checks whether other programs used the CPU while something was timed."""
+"""Timing of candidates in turn, and whether other programs used the CPU meanwhile."""
 
 import os
+import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 import psutil
+import torch
 
 MOST = 0.05  # if other programs use a larger share of the CPU time, a timing is not reported
 
@@ -46,3 +50,48 @@ def own_time() -> float:
             continue
         total += times.user + times.system + times.children_user + times.children_system
     return total
+
+
+def rounds(
+    candidates: dict[str, Callable[[], Any]], repeats: int, seconds: float, device: torch.device
+) -> list[dict[str, float]]:
+    """Time candidates in rounds, in which each is called once; the first round only warms up.
+
+    On one CPU thread CPU time is measured instead of wall-clock time, which counts other processes
+    too.
+
+    Args:
+        candidates: functions to time, by name.
+        repeats: number of rounds, at most.
+        seconds: no further round starts after this long, but three are always measured.
+        device: a GPU is synchronised before each reading of the clock.
+
+    Returns:
+        Seconds of each candidate, for each round.
+    """
+
+    def clock() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        elif torch.get_num_threads() == 1:
+            return time.process_time()
+        return time.perf_counter()
+
+    measured: list[dict[str, float]] = []
+    end = time.perf_counter() + seconds
+    for index in range(-1, repeats):
+        if index >= 3 and time.perf_counter() > end:
+            break
+        took = {}
+        for name, call in candidates.items():
+            start = clock()
+            call()
+            took[name] = clock() - start
+        if index >= 0:
+            measured.append(took)
+    return measured
+
+
+def ratio(measured: list[dict[str, float]], name: str, other: str) -> float:
+    """Median over rounds of one candidate's time over another's."""
+    return statistics.median(took[name] / took[other] for took in measured)

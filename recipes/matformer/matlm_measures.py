@@ -1,16 +1,20 @@
 """Measurements of trained language models: sizes, consistency, drafts, Mix'n'Match orders."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lightning_modules.matformer import arrange, mix_and_match
+from lightning_modules.matformer import arrange, granularity, mix_and_match
 from lightning_modules.matformer.mix_and_match import ORDERS
 from lightning_modules.matformer.nest import nesting_of
 from lightning_modules.matformer.search import evolve, fit_predictor, sample_configurations
 from lightning_modules.matformer.speculative import SpeculationRecord, speculative_generate
 from recipes.experiment import Measuring
+from recipes.machine import OthersAtWork, ratio, rounds
 from recipes.matformer.convergence import INDEPENDENT
 from recipes.matformer.language import plain, rows_of, score, sizes, submodels
 from recipes.matformer.submodels import BETWEEN, above_line, halves, ladder
@@ -22,6 +26,8 @@ from recipes.results import Row
 # Table 5: the smaller granularity, and the share of its 16 layers that are one granularity larger
 BUDGETS = ((1, 0.0), (1, 0.25), (1, 0.6875), (2, 0.5))
 TRAINING_COST = 2.58  # of all four granularities, relative to XL, as the paper counts it
+APART = "matlm, caches apart"  # the row of MatLM whose draft has a cache of its own
+ROUNDS, SECONDS = 15, 90.0  # of timing a seed's decoding, at most
 
 
 def measure_sizes(m: Measuring) -> Iterator[Row]:
@@ -81,17 +87,62 @@ def measure_drafts(m: Measuring) -> Iterator[Row]:
         pairs["matlm"] = (m.model("model"), "S")
     if "XL" in m.stages:
         pairs[INDEPENDENT] = tuple(m.model(name) for name in ("XL", "S"))
-    data = m.datamodule(next(iter(m.stages)))
-    windows = data.samples("val")
-    prompts = torch.stack([windows[i]["input_ids"] for i in range(min(16, len(windows)))])
-    prompts = prompts[:, : data.length // 2].to(device())
+    prompts, new = texts(m, 16)
     for row, (verifier, draft) in pairs.items():
         for share in (True, False) if row == "matlm" else (False,):
             record = SpeculationRecord()
-            settings = {"max_new_tokens": data.length // 4, "eos_token_id": [], "record": record}
-            speculative_generate(verifier, prompts, draft, share_cache=share, **settings)
-            name = row if share == (row == "matlm") else f"{row}, caches apart"
+            speculative_generate(
+                verifier, prompts, draft, new, share_cache=share, eos_token_id=[], record=record
+            )
+            name = row if share == (row == "matlm") else APART
             yield Row(name, "acceptance", record.acceptance)
+
+
+def texts(m: Measuring, count: int) -> tuple[Tensor, int]:
+    """Prompts (N, L), at most `count`, of the validation text, and how many tokens to add to each.
+
+    A prompt is half as long as a training block, a continuation a quarter.
+    """
+    data = m.datamodule(next(iter(m.stages)))
+    windows = data.samples("val")
+    prompts = torch.stack([windows[i]["input_ids"] for i in range(min(count, len(windows)))])
+    return prompts[:, : data.length // 2].to(device()), data.length // 4
+
+
+def measure_decoding(m: Measuring) -> Iterator[Row]:
+    """How many times as fast as XL alone it writes when S drafts, one text at a time (Table 2).
+
+    Greedy, with draft lengths that adapt to the acceptance; timed in turn. The values are missing
+    if other programs used the machine meanwhile.
+    """
+    prompts, new = texts(m, 4)
+    model, large, small = (m.model(name) for name in ("model", "XL", "S"))
+
+    def writing(verifier: Any, draft: Any = None, share: bool = False, size: str = "XL") -> None:
+        k: Any = 0 if draft is None else "adaptive"
+        with granularity(verifier, size) if verifier is model else nullcontext():
+            for text in prompts.split(1):
+                speculative_generate(verifier, text, draft, new, k, share, eos_token_id=[])
+
+    others = OthersAtWork()
+    measured = rounds(
+        {
+            "XL": partial(writing, model),
+            "S": partial(writing, model, size="S"),
+            "matlm": partial(writing, model, "S", share=True),
+            APART: partial(writing, model, "S"),
+            "XL alone": partial(writing, large),
+            INDEPENDENT: partial(writing, large, small),
+        },
+        ROUNDS,
+        SECONDS,
+        device(),
+    )
+    undisturbed = others.absent()
+    for row, alone in (("matlm", "XL"), (APART, "XL"), (INDEPENDENT, "XL alone")):
+        yield Row(row, "speed-up", ratio(measured, alone, row) if undisturbed else None)
+    saved = 1 - ratio(measured, "S", "XL")
+    yield Row("matlm", "time saved by S", saved if undisturbed else None)
 
 
 def measure_orders(m: Measuring) -> Iterator[Row]:

@@ -9,6 +9,7 @@ from recipes import plots
 from recipes.experiment import Run
 from recipes.matformer.convergence import INDEPENDENT, LEARNT
 from recipes.matformer.language import said_unigram, scored_text
+from recipes.matformer.matlm_measures import APART
 from recipes.matformer.scaling import fit_report
 from recipes.provenance import provenance
 from recipes.results import by_seed, select
@@ -27,6 +28,7 @@ PROBABILITIES = {  # Table 6, of S / M / L / XL
     "p .17/.20/.22/.41": [0.17, 0.20, 0.22, 0.41],
 }
 FEWER_HEADS = "independent heads"  # the row of models trained alone with as many heads
+DECODING = "decoding"  # a row that times speculative decoding (Table 2)
 METRICS = {"loss": "loss", "agreement": "equal greedy tokens, %", "kl": "KL(XL ‖ submodel), nats"}
 
 
@@ -95,6 +97,30 @@ def tokens_a_parameter(table: pd.DataFrame) -> pd.DataFrame:
     return both.assign(metric="tokens a parameter", value=ratio)
 
 
+def _drafting(table: pd.DataFrame) -> list[str]:
+    """A table of speculative decoding: accepted tokens, and times where they were measured."""
+    rows = {
+        "matlm": "MatLM, S drafts with XL's cache",
+        APART: "MatLM, S drafts with a cache of its own",
+        INDEPENDENT: "an independent XL, an independent S drafts",
+    }
+    columns = [
+        Column("accepted tokens, %", "acceptance", scale=100),
+        Column("times as fast as XL alone", "speed-up", digits=2),
+    ]
+    text = "S drafts, XL verifies (Table 2): the share of tokens that XL accepts, four at a time."
+    if len(saved := by_seed(table, "time saved by S", {"row": "matlm"})):
+        text += (
+            " Timed one text at a time, with draft lengths that adapt to the acceptance, in turn "
+            f"with XL alone. To write with MatLM's S alone takes {saved.mean():.0%} less time than "
+            "with its XL alone."
+        )
+    else:
+        text += f" No times: they take the row `{DECODING}`, and the machine to itself."
+    shown = tabulate(table, rows, columns)
+    return ["## Speculative decoding", text, shown.markdown()] * bool(shown.rows)
+
+
 def report(table: pd.DataFrame, run: Run) -> list[str]:
     """Losses by size, consistency, orders and the scaling law."""
     others = (INDEPENDENT, FEWER_HEADS, *PROBABILITIES)
@@ -113,7 +139,7 @@ def report(table: pd.DataFrame, run: Run) -> list[str]:
     ]
     if shown := [row for row in titles if (main["row"] == row).any()]:
         paragraphs += _by_size(main, {row: titles[row] for row in shown}, run)
-    paragraphs += _learning(table)
+    paragraphs += [*_learning(table), *_drafting(table)]
     if len(orders := select(table, {"metric": "loss at budget"})):
         names = [*ORDERS, "search"]
         columns = [Column(name, "loss at budget", {"row": name}, digits=4) for name in names]

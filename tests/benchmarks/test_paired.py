@@ -1,4 +1,4 @@
-"""Candidates take turns, and a ratio is taken within each round."""
+"""What the benchmarks share."""
 
 import pytest
 import torch
@@ -6,20 +6,6 @@ import torch
 from benchmarks import paired
 
 CPU = torch.device("cpu")
-
-
-def test_rounds_are_in_turns_and_at_least_three():
-    called = []
-    candidates = {name: (lambda name=name: called.append(name)) for name in "ab"}
-    measured = paired.rounds(candidates, 5, 0.0, CPU)
-    assert called == ["a", "b"] * 4  # the first round warms up
-    assert [list(took) for took in measured] == [["a", "b"]] * 3
-    assert len(paired.rounds(candidates, 2, 0.0, CPU)) == 2
-
-
-def test_a_ratio_is_taken_within_each_round():
-    measured = [{"a": 1.0, "b": 2.0}, {"a": 10.0, "b": 10.0}, {"a": 1.0, "b": 3.0}]
-    assert paired.ratio(measured, "b", "a") == 2.0
 
 
 def test_spread_names_the_median_and_both_ends():

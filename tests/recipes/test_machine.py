@@ -2,9 +2,10 @@ import subprocess
 import time
 
 import pytest
+import torch
 
 from recipes import machine
-from recipes.machine import OthersAtWork, own_time, processor_time
+from recipes.machine import OthersAtWork, own_time, processor_time, ratio, rounds
 from recipes.records import Finished, read_record, write_record
 from recipes.work import timed
 
@@ -41,3 +42,17 @@ def test_seconds_of_a_shared_machine_are_not_reported(tmp_path, monkeypatch, sha
     with timed(tmp_path):  # a second process does not make the first one's time better
         pass
     assert read_record(tmp_path)["alone"] is alone
+
+
+def test_rounds_are_in_turns_and_at_least_three():
+    called = []
+    candidates = {name: (lambda name=name: called.append(name)) for name in "ab"}
+    measured = rounds(candidates, 5, 0.0, torch.device("cpu"))
+    assert called == ["a", "b"] * 4  # the first round warms up
+    assert [list(took) for took in measured] == [["a", "b"]] * 3
+    assert len(rounds(candidates, 2, 0.0, torch.device("cpu"))) == 2
+
+
+def test_a_ratio_is_taken_within_each_round():
+    measured = [{"a": 1.0, "b": 2.0}, {"a": 10.0, "b": 10.0}, {"a": 1.0, "b": 3.0}]
+    assert ratio(measured, "b", "a") == 2.0

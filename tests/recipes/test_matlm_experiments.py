@@ -48,7 +48,7 @@ from recipes.runner import command_line
 from tests.recipes.report_checks import check_reports_of_parts
 
 BUDGETS = ("M", "M*3+L*1", "M*1+L*3", "L*2+XL*2")  # Table 5's, of four layers
-ROWS = "matlm,joint,per_layer,heads,independent,independent heads,p .17/.20/.22/.41"
+ROWS = "matlm,joint,per_layer,heads,independent,independent heads,p .17/.20/.22/.41,decoding"
 SMALLER = ["--trainer.max_steps=8", "--data.max_bytes=60000", "--data.eval_tokens=1500"]
 
 
@@ -65,7 +65,11 @@ def run(experiment, out, *flags):
 
 @pytest.fixture(scope="module")
 def trained(out):
-    return run(matlm, out, "--rows", ROWS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matlm_measures, "ROUNDS", 1)
+        alone = SimpleNamespace(absent=lambda: True)
+        patch.setattr(matlm_measures, "OthersAtWork", lambda: alone)
+        return run(matlm, out, "--rows", ROWS)
 
 
 def values(table, metric):
@@ -281,9 +285,55 @@ def test_orders_cost_the_same_and_search_is_within_the_budget(trained):
     assert 0 <= values(table, "acceptance")["matlm", ""] <= 1
 
 
+@pytest.mark.parametrize("disturbed", [False, True])
+def test_decoding_is_timed_in_turn_with_each_xl(trained, monkeypatch, disturbed):
+    """Each candidate writes once, and by the clock of this test the n-th takes n seconds."""
+    nodes = {node.name: node for node in trained.nodes.values()}
+    names = {"model": "matlm", "S": "independent_S", "XL": "independent_XL"}
+    stages = {name: finished(nodes[node]) for name, node in names.items()}
+    models = {name: stage.module(device()).model for name, stage in stages.items()}
+    monkeypatch.setattr(Measuring, "model", lambda self, name: models[name])
+    written = {}
+
+    def write(verifier, text, draft, new, k, share, eos_token_id):
+        assert (text.shape, new, eos_token_id) == ((1, 32), 16, [])
+        layers = nesting_of(verifier).layers if verifier is models["model"] else ()
+        sizes = {layer.granularity for layer in layers}
+        written[list(written)[-1]] = (verifier, sizes, draft, k, share)
+
+    def in_turn(candidates, most, seconds, where):
+        for name, candidate in candidates.items():
+            written[name] = ()
+            candidate()
+        return [{name: float(n) for n, name in enumerate(candidates, start=1)}]
+
+    monkeypatch.setattr(matlm_measures, "rounds", in_turn)
+    monkeypatch.setattr(matlm_measures, "speculative_generate", write)
+    monkeypatch.setattr(matlm_measures.OthersAtWork, "absent", lambda self: not disturbed)
+    measuring = Measuring(0, {}, stages, trained.out)
+    found = {(one.row, one.metric): one.value for one in matlm_measures.measure_decoding(measuring)}
+    speed = {"matlm": 1 / 3, "matlm, caches apart": 1 / 4, "independent": 5 / 6}
+    expected = {(row, "speed-up"): value for row, value in speed.items()}
+    expected["matlm", "time saved by S"] = -1.0  # with the second, S, beside the first
+    assert found == (dict.fromkeys(expected) if disturbed else expected)
+    nested, alone = models["model"], models["XL"]
+    assert written == {
+        "XL": (nested, {3}, None, 0, False),
+        "S": (nested, {0}, None, 0, False),
+        "matlm": (nested, {3}, "S", "adaptive", True),
+        "matlm, caches apart": (nested, {3}, "S", "adaptive", False),
+        "XL alone": (alone, set(), None, 0, False),
+        "independent": (alone, set(), models["S"], "adaptive", False),
+    }
+
+
 def test_the_report_is_made_of_the_table(trained):
     text = (trained.out / "report.md").read_text()
-    assert text.count("| --- |") == 6 and "loss.png" in text and "A smoke test" in text
+    assert "| times as fast as XL alone |" in text and "Timed one text at a time" in text
+    table = read(trained.out)
+    untimed = table[~table["metric"].isin(["speed-up", "time saved by S"])]
+    assert "No times: they take the row `decoding`" in "".join(matlm.report(untimed, trained))
+    assert text.count("| --- |") == 7 and "loss.png" in text and "A smoke test" in text
     assert (trained.out / "loss.png").stat().st_size > 5000
     check_reports_of_parts(matlm.EXPERIMENT, trained)
 
@@ -422,11 +472,12 @@ def test_the_validation_loss_after_each_quarter(count, quarters):
     assert [row.x for row in rows] == [1, 2, 3, 4][: len(quarters)]
 
 
-def paper_like(gap, falling=0.0, predicts=0.9):
+def paper_like(gap, falling=0.0, predicts=0.9, saves=0.5):
     """A table in which all that the paper says holds.
 
     `gap` is XL's gain over S, `falling` the last fall of the independent models' validation loss,
-    `predicts` the share of the variance that the search's predictor explains.
+    `predicts` the share of the variance that the search's predictor explains, `saves` the share of
+    XL's time that S saves.
     """
     noise = np.random.default_rng(0)
     rows = {"matlm": 0.0, "joint": 0.01, "per_layer": 0.02, "independent": 0.03}
@@ -446,6 +497,10 @@ def paper_like(gap, falling=0.0, predicts=0.9):
             lines.append(Row(row, "agreement", agreement + noise.normal(0, 1e-4), "S"))
             lines.append(Row(row, "kl", 1 - agreement + noise.normal(0, 1e-4), "S"))
             lines.append(Row(row, "acceptance", agreement + noise.normal(0, 1e-4)))
+        speed = {"matlm": 1.16, "matlm, caches apart": 1.14, "independent": 1.10}
+        for row, value in speed.items():
+            lines.append(Row(row, "speed-up", value + noise.normal(0, 1e-4)))
+        lines.append(Row("matlm", "time saved by S", saves + noise.normal(0, 1e-4)))
         for row in ("independent", "independent heads"):
             for size in ("S", "M", "L", "XL"):
                 for quarter, loss in enumerate((4, 3.5, 3, 3 - falling), start=1):
@@ -483,7 +538,10 @@ def test_nothing_is_judged_beside_models_that_still_learn():
     table = paper_like(0.1, falling=0.2)
     tested = [one for one in matlm.CLAIMS if one.test]
     shut = {one.name for one in tested if judge(one, table)[0] == NOT_JUDGED}
-    assert shut == {"XL as good", "small sizes better", "consistency", "heads", "drafts"}
+    assert shut == {
+        "XL as good", "small sizes better", "consistency", "heads", "drafts",
+        "speculative decoding",
+    }  # fmt: skip
     table = paper_like(0.1)
     without_m = table[(table["metric"] != "val_loss") | (table["set"] != "M")]
     [claim] = (one for one in matlm.CLAIMS if one.name == "XL as good")
@@ -498,6 +556,17 @@ def test_a_search_whose_predictor_explains_little_is_no_rival():
     [shut] = (one for one in matlm.CLAIMS if one.test and judge(one, table)[0] == NOT_JUDGED)
     assert shut.name == "no search needed"
     assert "the gate is shut (the search's predictor" in judge(shut, table)[2]
+
+
+def test_where_s_is_hardly_faster_drafts_are_not_judged_by_their_speed():
+    table = paper_like(0.1, saves=0.2)
+    shut = {one.name for one in matlm.CLAIMS if one.test and judge(one, table)[0] == NOT_JUDGED}
+    assert shut == {"speculative decoding", "shared cache"}
+    slower = paper_like(0.1)
+    alone = (slower["metric"] == "speed-up") & (slower["row"] != "matlm")
+    slower.loc[alone, "value"] -= 0.2  # slower than XL alone, and still faster than independent
+    [claim] = (one for one in matlm.CLAIMS if one.name == "speculative decoding")
+    assert judge(claim, slower)[0] == REFUTED
 
 
 @pytest.mark.parametrize(
