@@ -1,14 +1,13 @@
 """Measurements of trained language models: sizes, consistency, drafts, Mix'n'Match orders."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_modules.matformer import arrange, granularity, mix_and_match
+from lightning_modules.matformer import arrange, extract, mix_and_match
 from lightning_modules.matformer.mix_and_match import ORDERS
 from lightning_modules.matformer.nest import nesting_of
 from lightning_modules.matformer.search import evolve, fit_predictor, sample_configurations
@@ -118,17 +117,16 @@ def measure_decoding(m: Measuring) -> Iterator[Row]:
     prompts, new = texts(m, 4)
     model, large, small = (m.model(name) for name in ("model", "XL", "S"))
 
-    def writing(verifier: Any, draft: Any = None, share: bool = False, size: str = "XL") -> None:
+    def writing(verifier: Any, draft: Any = None, share: bool = False) -> None:
         k: Any = 0 if draft is None else "adaptive"
-        with granularity(verifier, size) if verifier is model else nullcontext():
-            for text in prompts.split(1):
-                speculative_generate(verifier, text, draft, new, k, share, eos_token_id=[])
+        for text in prompts.split(1):
+            speculative_generate(verifier, text, draft, new, k, share, eos_token_id=[])
 
     others = OthersAtWork()
     measured = rounds(
         {
             "XL": partial(writing, model),
-            "S": partial(writing, model, size="S"),
+            "S": partial(writing, extract(model, "S")),
             "matlm": partial(writing, model, "S", share=True),
             APART: partial(writing, model, "S"),
             "XL alone": partial(writing, large),

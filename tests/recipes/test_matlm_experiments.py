@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel
 from datamodules import corpus, tokens
 from datamodules.tokens import train_tokenizer
 from lightning_modules.backbones import build_text
+from lightning_modules.counting import count_parameters
 from lightning_modules.matformer import MatLM, nest, set_granularity
 from lightning_modules.matformer.mix_and_match import ORDERS
 from lightning_modules.matformer.nest import Nesting, nesting_of
@@ -297,9 +298,11 @@ def test_decoding_is_timed_in_turn_with_each_xl(trained, monkeypatch, disturbed)
 
     def write(verifier, text, draft, new, k, share, eos_token_id):
         assert (text.shape, new, eos_token_id) == ((1, 32), 16, [])
+        known = verifier in models.values()  # the others are extracted
         layers = nesting_of(verifier).layers if verifier is models["model"] else ()
         sizes = {layer.granularity for layer in layers}
-        written[list(written)[-1]] = (verifier, sizes, draft, k, share)
+        who = verifier if known else count_parameters(verifier)
+        written[list(written)[-1]] = (who, sizes, draft, k, share)
 
     def in_turn(candidates, most, seconds, where):
         for name, candidate in candidates.items():
@@ -319,7 +322,7 @@ def test_decoding_is_timed_in_turn_with_each_xl(trained, monkeypatch, disturbed)
     nested, alone = models["model"], models["XL"]
     assert written == {
         "XL": (nested, {3}, None, 0, False),
-        "S": (nested, {0}, None, 0, False),
+        "S": (count_parameters(models["S"]), set(), None, 0, False),
         "matlm": (nested, {3}, "S", "adaptive", True),
         "matlm, caches apart": (nested, {3}, "S", "adaptive", False),
         "XL alone": (alone, set(), None, 0, False),
