@@ -172,7 +172,7 @@ def speculative_generate(
             if all(row.finished for row in rows):
                 break
             remaining = max(max_new_tokens - len(row.new) for row in rows if not row.finished)
-            k = _best_length(record, cost) if draft_tokens == "adaptive" else draft_tokens
+            k = best_length(record, cost) if draft_tokens == "adaptive" else draft_tokens
             active = torch.tensor([not row.finished for row in rows], device=input_ids.device)
             new = loop.round(slots, min(k, remaining - 1), active)
     fill = pad_token_id if pad_token_id is not None else (ends[0] if ends else 0)
@@ -334,7 +334,7 @@ def relative_cost(verifier: Reader, drafting: Reader, input_ids: Tensor) -> floa
     return flops[0] / flops[1]
 
 
-def _best_length(record: SpeculationRecord, cost: float) -> int:
+def best_length(record: SpeculationRecord, cost: float) -> int:
     """The draft length with the largest expected speed-up.
 
     The acceptance is estimated with one accepted and one rejected token added (Laplace's rule), so

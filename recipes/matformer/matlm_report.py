@@ -111,9 +111,9 @@ def _drafting(table: pd.DataFrame) -> list[str]:
     text = "S drafts, XL verifies (Table 2): the share of tokens that XL accepts, four at a time."
     if len(saved := by_seed(table, "time saved by S", {"row": "matlm"})):
         text += (
-            " Timed one text at a time, with draft lengths that adapt to the acceptance, in turn "
-            f"with XL alone. To write with MatLM's S alone takes {saved.mean():.0%} less time than "
-            "with its XL alone."
+            " Timed one text at a time, with the draft length that is best for the acceptance, in "
+            f"turn with XL alone. To write with MatLM's S alone takes {saved.mean():.0%} less time "
+            "than with its XL alone."
         )
     else:
         text += f" No times: they take the row `{DECODING}`, and the machine to itself."

@@ -25,7 +25,7 @@ from lightning_modules.counting import count_parameters
 from lightning_modules.matformer import MatLM, nest, set_granularity
 from lightning_modules.matformer.mix_and_match import ORDERS
 from lightning_modules.matformer.nest import Nesting, nesting_of
-from lightning_modules.matformer.speculative import speculative_generate
+from lightning_modules.matformer.speculative import LONGEST_DRAFT, speculative_generate
 from recipes import generate
 from recipes.claims import NOT_JUDGED, REFUTED, SUPPORTED, judge
 from recipes.cli import parse
@@ -310,6 +310,8 @@ def test_decoding_is_timed_in_turn_with_each_xl(trained, monkeypatch, disturbed)
             candidate()
         return [{name: float(n) for n, name in enumerate(candidates, start=1)}]
 
+    lengths = {"S": 3, models["S"]: 2}
+    monkeypatch.setattr(matlm_measures, "draft_length", lambda model, draft, *_: lengths[draft])
     monkeypatch.setattr(matlm_measures, "rounds", in_turn)
     monkeypatch.setattr(matlm_measures, "speculative_generate", write)
     monkeypatch.setattr(matlm_measures.OthersAtWork, "absent", lambda self: not disturbed)
@@ -323,11 +325,22 @@ def test_decoding_is_timed_in_turn_with_each_xl(trained, monkeypatch, disturbed)
     assert written == {
         "XL": (nested, {3}, None, 0, False),
         "S": (count_parameters(models["S"]), set(), None, 0, False),
-        "matlm": (nested, {3}, "S", "adaptive", True),
-        "matlm, caches apart": (nested, {3}, "S", "adaptive", False),
+        "matlm": (nested, {3}, "S", 3, True),
+        "matlm, caches apart": (nested, {3}, "S", 3, False),
         "XL alone": (alone, set(), None, 0, False),
-        "independent": (alone, set(), models["S"], "adaptive", False),
+        "independent": (alone, set(), models["S"], 2, False),
     }
+
+
+def test_the_draft_length_is_the_best_for_acceptance_and_cost(monkeypatch):
+    """XL accepts all that it drafts itself, which pays only where that costs nothing."""
+    model = nest(
+        build_text("starcoder2", "causal", DECODER), {"ffn": [1 / 8, 1 / 4, 1 / 2, 1.0]}
+    ).eval()
+    ids = torch.randint(model.config.vocab_size, (2, 8))
+    assert matlm_measures.draft_length(model, "XL", ids, 8) == 1
+    monkeypatch.setattr(matlm_measures, "relative_cost", lambda *_: 0.0)
+    assert matlm_measures.draft_length(model, "XL", ids, 8) == LONGEST_DRAFT
 
 
 def test_the_report_is_made_of_the_table(trained):

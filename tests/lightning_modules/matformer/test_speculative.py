@@ -18,7 +18,7 @@ from lightning_modules.matformer import drafts, views
 from lightning_modules.matformer.nest import nest, set_granularity
 from lightning_modules.matformer.speculative import (
     SpeculationRecord,
-    _best_length,
+    best_length,
     expected_speedup,
     relative_cost,
     speculative_generate,
@@ -262,7 +262,7 @@ def test_expected_speedup():
 @pytest.mark.parametrize(("accepted", "tested", "rate"), [(0, 0, 0.5), (5, 8, 0.6), (8, 8, 0.9)])
 def test_an_adaptive_draft_is_as_long_as_the_acceptance_so_far_asks(accepted, tested, rate):
     best = max(range(1, 17), key=lambda k: expected_speedup(rate, k, 0.1))
-    assert _best_length(SpeculationRecord(tested=tested, accepted=accepted), 0.1) == best < 16
+    assert best_length(SpeculationRecord(tested=tested, accepted=accepted), 0.1) == best < 16
 
 
 def test_the_relative_cost_is_that_of_one_token():
