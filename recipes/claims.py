@@ -136,11 +136,20 @@ class Comparison:
         if not compared.n:
             return ""
         limit = self.threshold * self.scale
-        text = compared.text(self.scale, self.digits, interval=not self.exact)
+        digits = self._digits(compared, limit)
+        text = compared.text(self.scale, digits, interval=not self.exact)
         unit = self.unit or UNITS.get(self.metric, "points" if self.scale == 100 else "")
         text += f" {unit}" * bool(unit)
-        text += f" (must exceed {limit:+.{self.digits}f})" if self.threshold else ""
+        text += f" (must exceed {limit:+.{digits}f})" if self.threshold else ""
         return text if self.exact else f"{text}, n = {compared.n}"
+
+    def _digits(self, compared: Difference, limit: float) -> int:
+        """`digits`, or more where an end of the interval would be printed like the threshold."""
+        ends = [compared.mean] if self.exact else [compared.low, compared.high]
+        for digits in range(self.digits, self.digits + 3):
+            if all(round(end * self.scale, digits) != round(limit, digits) for end in ends):
+                return digits
+        return self.digits  # too close to tell, or equal
 
 
 @dataclass(frozen=True)

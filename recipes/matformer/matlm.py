@@ -177,9 +177,10 @@ CLAIMS = [
     Claim(
         "scaling law", "MatFormer", "The loss of MatLM follows a · (N·D)^b + c, as that of models "
         "trained alone does.", "Table 3", "21.60, −0.13, 1.33; alone: 14.08, −0.10, 0.89",
-        reason="a run varies N alone, and in the two runs together the exponent's standard error "
-        "is of its own size (results/matformer/scaling.md): it takes models and trainings of more "
-        "different sizes, which `python -m recipes.matformer.scaling` fits together",
+        reason="a run varies N alone, and in the two runs on one text together the exponent's "
+        "standard error is of its own size (results/matformer/scaling.md): it takes models and "
+        "trainings of more different sizes, which `python -m recipes.matformer.scaling` fits "
+        "together",
     ),
     _claim(
         "speculative decoding", "With its own S as draft, MatLM's XL is faster than alone, and by "

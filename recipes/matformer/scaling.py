@@ -24,7 +24,7 @@ from scipy.optimize import OptimizeWarning, curve_fit
 
 from recipes.messages import console
 from recipes.plots import plt, save_plot
-from recipes.results import read, write_atomically
+from recipes.results import by_seed, read, write_atomically
 from recipes.tables import Table
 
 TITLES = {"matlm": "MatLM (sampled)", "independent": "independent"}
@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Raises:
         FileNotFoundError: if a folder has no table.
-        ValueError: if a table is of another experiment.
+        ValueError: if a table is of another experiment, or scored on another text.
     """
     parser = argparse.ArgumentParser(
         prog="python -m recipes.matformer.scaling",
@@ -165,10 +165,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         if other := set(table["experiment"]) - {"matformer.matlm"}:
             raise ValueError(f"{folder} is of {', '.join(other)}: expected runs of matformer.matlm")
         tables.append(table)
+    _require_one_text(dict(zip(options.folders, tables, strict=True)))
     command = shlex.join(["python", "-m", "recipes.matformer.scaling", *argv])
     text = "\n\n".join([f"`{command}`", *fit_report(pd.concat(tables), options.out)]) + "\n"
     write_atomically(options.out / "scaling.md", text)
     print(text)
+
+
+def _require_one_text(tables: dict[Path, pd.DataFrame]) -> None:
+    """Refuse runs whose loss without context differs: they were not scored on the same text."""
+    losses = {}
+    for folder, table in tables.items():
+        values = by_seed(table, "loss", {"row": "unigram"})
+        if len(values):
+            losses[folder] = round(values.mean(), 4)
+    if len(set(losses.values())) > 1:
+        listed = ", ".join(f"{loss} in {folder}" for folder, loss in losses.items())
+        raise ValueError(
+            f"the loss without context, which depends on the data alone, is {listed}: expected "
+            "runs on the same text and tokens, since one law holds only for these"
+        )
 
 
 if __name__ == "__main__":

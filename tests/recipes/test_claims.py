@@ -64,6 +64,16 @@ class TestVerdict:
         assert word == SUPPORTED and "(must exceed -1.0)" in measured
         assert judge(claim(A_B), rows)[0] == REFUTED
 
+    def test_an_end_that_would_be_printed_like_the_threshold_gets_more_decimals(self):
+        """A shut gate read -0.040 [-0.050, -0.030] (must exceed -0.050)."""
+        rows = table(a=[0.46, 0.47, 0.48], b=[0.5, 0.5, 0.5])
+        near = Comparison("accuracy", "a", "b", threshold=-0.0551, digits=3)
+        assert near.text(near.difference(rows)) == (
+            "-0.0300 [-0.0548, -0.0052] (must exceed -0.0551), n = 3"
+        )
+        equal = Comparison("accuracy", "a", "b", threshold=0.5, exact=True, digits=1)
+        assert equal.text(equal.difference(table(a=[1.0], b=[0.5]))) == "+0.5 (must exceed +0.5)"
+
     def test_one_seed_decides_nothing(self):
         rows = table(a=[0.9], b=[0.1])
         word, measured, reason = judge(claim(A_B), rows)

@@ -616,7 +616,7 @@ def test_widths_give_a_scaling_law(tmp_path):
 
 
 def test_runs_of_other_sizes_and_tokens_are_fitted_together(tmp_path, capsys):
-    """Also two runs of one preset with other steps, which are not averaged."""
+    """Also two runs of one preset with other steps, which are not averaged; not two texts."""
     folders = [tmp_path / "short", tmp_path / "long"]
     for seen, folder in zip((1e9, 1e11), folders, strict=True):
         lines = [
@@ -634,6 +634,11 @@ def test_runs_of_other_sizes_and_tokens_are_fitted_together(tmp_path, capsys):
     assert re.search(r"\| MatLM \(sampled\) \| 6 \| 20 ± \S+ \| -0.12 ± \S+ \| 1.1 ±", text)
     assert re.search(r"\| independent \| 6 \| 9 ± \S+ \| -0.1 ± \S+ \| 0.8 ±", text)
     table = read(folders[0])
+    for folder, loss in zip(folders, (3.2, 3.3), strict=True):
+        unigram = tidy([Row("unigram", "loss", loss)], "matformer.matlm", "small", 0)
+        write(folder / "results.csv", pd.concat([read(folder), unigram]))
+    with pytest.raises(ValueError, match=r"is 3.2 in \S+/short, 3.3 in \S+/long: expected runs on"):
+        scaling.main([*map(str, folders), "--out", str(tmp_path)])
     write(tmp_path / "results.csv", table[table["row"] == "matlm"])
     scaling.main([str(tmp_path), "--out", str(tmp_path)])
     assert "| independent | 0 models: expected four or more" in capsys.readouterr().out
