@@ -121,15 +121,19 @@ class Comparison:
         """SUPPORTED, REFUTED, UNDECIDED or NOT_JUDGED for a measured difference."""
         if not compared.n:
             return NOT_JUDGED
-        low, high = compared.low, compared.high
-        if self.exact:
-            low = high = compared.mean
+        low, high = self._ends(compared)
         if low > self.threshold:
             return SUPPORTED
         # an exact value that equals the threshold does not exceed it
         if high < self.threshold or (self.exact and high == self.threshold):
             return REFUTED
         return UNDECIDED
+
+    def _ends(self, compared: Difference) -> tuple[float, float]:
+        """Of the interval; an exact difference has none, and is both."""
+        if self.exact:
+            return compared.mean, compared.mean
+        return compared.low, compared.high
 
     def text(self, compared: Difference) -> str:
         """The difference with its interval and n, and a threshold that is not zero."""
@@ -145,9 +149,9 @@ class Comparison:
 
     def _digits(self, compared: Difference, limit: float) -> int:
         """`digits`, or more where an end of the interval would be printed like the threshold."""
-        ends = [compared.mean] if self.exact else [compared.low, compared.high]
+        ends = [end * self.scale for end in self._ends(compared)]
         for digits in range(self.digits, self.digits + 3):
-            if all(round(end * self.scale, digits) != round(limit, digits) for end in ends):
+            if round(limit, digits) not in (round(end, digits) for end in ends):
                 return digits
         return self.digits  # too close to tell, or equal
 

@@ -159,15 +159,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="default: here")
     argv = sys.argv[1:] if argv is None else argv
     options = parser.parse_args(argv)
-    tables = []
+    tables: dict[Path, pd.DataFrame] = {}
     for folder in options.folders:
         table = read(folder).assign(preset=str(folder))  # runs of one preset may differ in tokens
         if other := set(table["experiment"]) - {"matformer.matlm"}:
             raise ValueError(f"{folder} is of {', '.join(other)}: expected runs of matformer.matlm")
-        tables.append(table)
-    _require_one_text(dict(zip(options.folders, tables, strict=True)))
+        tables[folder] = table
+    _require_one_text(tables)
     command = shlex.join(["python", "-m", "recipes.matformer.scaling", *argv])
-    text = "\n\n".join([f"`{command}`", *fit_report(pd.concat(tables), options.out)]) + "\n"
+    lines = [f"`{command}`", *fit_report(pd.concat(tables.values()), options.out)]
+    text = "\n\n".join(lines) + "\n"
     write_atomically(options.out / "scaling.md", text)
     print(text)
 
