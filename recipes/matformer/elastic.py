@@ -36,7 +36,6 @@ from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.machine import OthersAtWork
 from recipes.matformer.language import (
-    measure_unigram,
     plain,
     rows_of,
     said_unigram,
@@ -44,6 +43,7 @@ from recipes.matformer.language import (
     scored_text,
     sizes,
     submodels,
+    unigram,
 )
 from recipes.matformer.starts import nested_settings
 from recipes.matformer.submodels import ladder
@@ -122,9 +122,8 @@ def declare(run: Run) -> None:
     for seed in run.seeds:
         stages = {row: fine_tuning(run, row, seed, grid, prepared, fractions) for row in rows}
         scoring = {"fractions": fractions, "timed": grid["timed_tokens"]}
-        first = {"prepared": prepared[seed], **dict(list(stages.items())[:1])}
-        run.measure("untrained", seed, measure_untrained, first, scoring)
-        run.measure("unigram", seed, measure_unigram, dict(list(stages.items())[:1]))
+        untrained = {"fractions": fractions, "data": settings.data.init_args.as_dict()}
+        run.measure("untrained", seed, measure_untrained, {"prepared": prepared[seed]}, untrained)
         for row, stage in stages.items():
             run.measure(f"sizes of {row}", seed, measure_sizes, {row: stage}, scoring)
 
@@ -186,7 +185,7 @@ def varied(row: str, prepared: Measurement, grid: dict[str, Any]) -> dict[str, A
 
 def prepare(m: Measuring) -> Iterator[Row]:
     """Write the decoder as it is and with its neurons sorted, as folders for transformers."""
-    data = CorpusData(**{**m.settings["data"], "seed": m.seed})
+    data = text_of(m)
     if "base" in m.stages:
         model = m.model("base")
     else:
@@ -203,15 +202,20 @@ def prepare(m: Measuring) -> Iterator[Row]:
     yield Row("prepared", "parameters", count_parameters(model))
 
 
+def text_of(m: Measuring) -> CorpusData:
+    """The text of elastic.yaml, for what needs no trained row."""
+    return CorpusData(**{**m.settings["data"], "seed": m.seed})
+
+
 def _save(model: Any, tokenizer: Any, folder: Path) -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def measure_untrained(m: Measuring) -> Iterator[Row]:
-    """Score every granularity of the decoder before fine-tuning, without and with sorting."""
-    (name,) = (name for name in m.stages if name != "prepared")  # for its data only
-    data = m.datamodule(name)
+    """Score every granularity before fine-tuning, without and with sorting; and no context."""
+    data = text_of(m)
+    yield from unigram(data)
     for row, folder in {"as it stands": "original", "sorted, untrained": "sorted"}.items():
         path = str(m.stages["prepared"].folder / folder)
         model: Any = build_text(path, "causal", {}, pretrained=True).to(device()).eval()

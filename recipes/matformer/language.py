@@ -8,6 +8,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
+from datamodules import CorpusData
 from datamodules.loading import IGNORED
 from lightning_modules.counting import count_non_embedding, count_parameters
 from lightning_modules.matformer import extract, set_granularity
@@ -79,13 +80,18 @@ def score(
 
 
 def measure_unigram(m: Measuring) -> Iterator[Row]:
+    """Score a prediction without context, on the text of the stage that is given."""
+    ((name, _),) = m.stages.items()
+    yield from unigram(m.datamodule(name))
+
+
+def unigram(data: CorpusData) -> Iterator[Row]:
     """Loss and perplexity of a prediction without context, on the tokens that models are scored on.
 
     It predicts every token from its share of the training tokens, each counted once more than it
     occurs, so that none has probability 0. A model that is no better has learnt nothing of the
     order of tokens.
     """
-    data = m.datamodule(next(iter(m.stages)))
     stream, counts = data.stream("train"), torch.ones(data.vocab_size, dtype=torch.float64)
     for first in range(0, len(stream), CHUNK):
         counts += stream.read(first, first + CHUNK).bincount(minlength=data.vocab_size)

@@ -909,6 +909,13 @@ def test_sorting_changes_the_order_and_not_the_function(made_elastic):
         assert loss[row, "half"] == loss[row, "L"]
 
 
+def test_scores_before_fine_tuning_wait_for_no_fine_tuning(out):
+    """Before, they waited for the first row's, whose DataModule they took."""
+    made = run(elastic, out / "before", "--only", "untrained")
+    assert {"unigram", "untouched", "sorted, untrained"} <= set(read(made.out)["row"])
+    assert not (made.out / "seed0" / "elastic").exists()
+
+
 @pytest.mark.parametrize(
     ("axes", "name"),
     [
