@@ -23,7 +23,6 @@ import pandas as pd
 import torch
 from rich.progress import track
 
-from datamodules import CorpusData
 from lightning_modules.backbones import build_text
 from lightning_modules.counting import count_parameters
 from lightning_modules.matformer import extract, importance, nest, reorder
@@ -36,6 +35,7 @@ from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
 from recipes.machine import OthersAtWork
 from recipes.matformer.language import (
+    corpus,
     plain,
     rows_of,
     said_unigram,
@@ -43,6 +43,7 @@ from recipes.matformer.language import (
     scored_text,
     sizes,
     submodels,
+    text_settings,
     unigram,
 )
 from recipes.matformer.starts import nested_settings
@@ -117,18 +118,21 @@ def declare(run: Run) -> None:
     rows = run.rows(ROWS)
     settings = nested_settings(run, "elastic")
     grid = run.grid("elastic_grid")
-    prepared = [preparation(run, seed, grid, settings) for seed in run.seeds]
+    text = text_settings(settings.data.init_args.as_dict())
+    prepared = [preparation(run, seed, grid, settings, text) for seed in run.seeds]
     fractions = settings.model.init_args.fractions
     for seed in run.seeds:
         stages = {row: fine_tuning(run, row, seed, grid, prepared, fractions) for row in rows}
         scoring = {"fractions": fractions, "timed": grid["timed_tokens"]}
-        untrained = {"fractions": fractions, "data": settings.data.init_args.as_dict()}
+        untrained = {"fractions": fractions, **text}
         run.measure("untrained", seed, measure_untrained, {"prepared": prepared[seed]}, untrained)
         for row, stage in stages.items():
             run.measure(f"sizes of {row}", seed, measure_sizes, {row: stage}, scoring)
 
 
-def preparation(run: Run, seed: int, grid: dict[str, Any], settings: Any) -> Measurement:
+def preparation(
+    run: Run, seed: int, grid: dict[str, Any], settings: Any, text: dict[str, Any]
+) -> Measurement:
     """Declare sorting the decoder's neurons, after its training if the preset trains it here."""
     base = {}
     if grid["base"]:
@@ -136,7 +140,7 @@ def preparation(run: Run, seed: int, grid: dict[str, Any], settings: Any) -> Mea
     given = {
         "architecture": settings.model.init_args.architecture,
         "model_args": settings.model.init_args.model_args or {},
-        "data": settings.data.init_args.as_dict(),
+        **text,
         "batches": grid["calibration_batches"],
         # blocks are left out at even distances
         "parts": [axis for axis in settings.model.init_args.fractions if axis != "depth"],
@@ -185,7 +189,7 @@ def varied(row: str, prepared: Measurement, grid: dict[str, Any]) -> dict[str, A
 
 def prepare(m: Measuring) -> Iterator[Row]:
     """Write the decoder as it is and with its neurons sorted, as folders for transformers."""
-    data = text_of(m)
+    data = corpus(m)
     if "base" in m.stages:
         model = m.model("base")
     else:
@@ -202,11 +206,6 @@ def prepare(m: Measuring) -> Iterator[Row]:
     yield Row("prepared", "parameters", count_parameters(model))
 
 
-def text_of(m: Measuring) -> CorpusData:
-    """The text of elastic.yaml, for what needs no trained row."""
-    return CorpusData(**{**m.settings["data"], "seed": m.seed})
-
-
 def _save(model: Any, tokenizer: Any, folder: Path) -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -214,7 +213,7 @@ def _save(model: Any, tokenizer: Any, folder: Path) -> None:
 
 def measure_untrained(m: Measuring) -> Iterator[Row]:
     """Score every granularity before fine-tuning, without and with sorting; and no context."""
-    data = text_of(m)
+    data = corpus(m)
     yield from unigram(data)
     for row, folder in {"as it stands": "original", "sorted, untrained": "sorted"}.items():
         path = str(m.stages["prepared"].folder / folder)

@@ -27,6 +27,21 @@ CHUNK = 2**24  # tokens counted at a time: 128 MB
 Model = Callable[[Tensor, int], Iterator[Tensor]]  # see `score_tokens`
 
 
+def text_settings(data: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a measurement that reads a text itself, see `corpus`; as in Stage.fingerprint.
+
+    Args:
+        data: arguments of CorpusData.
+    """
+    text = CorpusData.text_of(**data)
+    return {"data": data, **({"text": text} if text else {})}
+
+
+def corpus(m: Measuring) -> CorpusData:
+    """The text of a measurement that needs no trained stage; see `text_settings`."""
+    return CorpusData(**{**m.settings["data"], "seed": m.seed})
+
+
 def submodels(model: nn.Module, chosen: Iterable[Sequence[int]]) -> dict[str, Model]:
     """Submodels of a nested model by label; they share its weights."""
     nesting = nesting_of(model)

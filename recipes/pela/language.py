@@ -31,7 +31,7 @@ from lightning_modules.pela.compress import Factors, Ranks, compress_each, layer
 from lightning_modules.pela.layers import find_layers, sizes
 from recipes.claims import Claim, Comparison
 from recipes.experiment import Experiment, Measuring, Run
-from recipes.matformer.language import plain, score
+from recipes.matformer.language import corpus, plain, score, text_settings
 from recipes.messages import console
 from recipes.nodes import device
 from recipes.plots import curves
@@ -118,10 +118,12 @@ CLAIMS = [
 def declare(run: Run) -> None:
     """Declare a measurement for each seed and kind of calibration, of all ratios."""
     grid = run.grid("language_grid")
-    given = {"decoder": grid["decoder"], "data": grid["data"], "windows": grid["test_windows"]}
+    given = {"decoder": grid["decoder"], "windows": grid["test_windows"]}
+    data = grid["data"]
     if name := run.options.decoder:
         given["decoder"] = {"architecture": name, "model_args": {}, "pretrained": True}
-        given["data"] = {**grid["data"], "tokenizer": name}
+        data = {**data, "tokenizer": name}
+    given |= text_settings(data)
     rows = run.rows(ROWS, default=grid["rows"])
     missing = partial(missing_windows, Measuring(run.seeds[-1], given, {}, run.out))
     for seed in run.seeds:
@@ -179,11 +181,6 @@ def decoder(m: Measuring) -> Any:
         torch.manual_seed(m.seed)
         model = build_text(task="causal", **m.settings["decoder"])
     return model.to(device()).eval()
-
-
-def corpus(m: Measuring) -> CorpusData:
-    """The texts to calibrate on and to score."""
-    return CorpusData(**m.settings["data"], seed=m.seed)
 
 
 def calibration(data: CorpusData, m: Measuring) -> list[dict[str, Any]]:

@@ -916,6 +916,24 @@ def test_scores_before_fine_tuning_wait_for_no_fine_tuning(out):
     assert not (made.out / "seed0" / "elastic").exists()
 
 
+def test_scores_of_another_text_are_not_taken_up(monkeypatch):
+    """The text is that of the installed packages, which no setting names."""
+
+    def fingerprints(digest):
+        monkeypatch.setattr(corpus, "python_digest", lambda max_bytes: digest)
+        flags = ["--elastic.model.architecture", "starcoder2"]
+        started = command_line(elastic.EXPERIMENT, flags)
+        grid = {**started.grid("elastic_grid"), "base": None}  # else the stage's hash has the text
+        monkeypatch.setattr(started, "grid", lambda name: grid)
+        elastic.declare(started)
+        nodes = started.nodes.values()
+        return {node.name: node.fingerprint for node in nodes if node.name in named}
+
+    named = {"prepared", "untrained"}
+    first, second = fingerprints("one"), fingerprints("two")
+    assert set(first) == named and all(first[name] != second[name] for name in named)
+
+
 @pytest.mark.parametrize(
     ("axes", "name"),
     [
