@@ -428,9 +428,20 @@ if __name__ == "__main__":
     console(lambda: run_experiment(EXPERIMENT))
 """
 MODULE = """
+import time
+from pathlib import Path
 from recipes.cli import parse
 from recipes.experiment import Experiment
 from recipes.results import Row
+from lightning.pytorch import Callback  # after recipes, which let a CPU torch import torchvision
+
+class Hold(Callback):
+    '''Holds a training after its first two epochs for good, if "hold" is there at its start.'''
+    def on_fit_start(self, trainer, module):
+        self.held = Path("hold").exists()
+    def on_train_epoch_start(self, trainer, module):
+        while self.held and trainer.current_epoch == 2:
+            time.sleep(1)
 
 def look(m):
     for name, stage in m.stages.items():
@@ -440,10 +451,11 @@ def look(m):
 
 def declare(run):
     for seed in run.seeds:
-        short = {{"trainer.check_val_every_n_epoch": 1, "data.per_class": 8}}
+        short = {{"trainer.check_val_every_n_epoch": 1, "data.per_class": 8,
+                  "trainer.callbacks": [{{"class_path": "jobs_experiment.Hold"}}]}}
         nested = run.stage("nested", "matvit", seed, settings=short)
         plain = run.stage("plain", "matvit", seed, settings=short,
-                          varied={{"model.fractions": None, "trainer.callbacks": None}})
+                          varied={{"model.fractions": None}})
         tuned = run.stage("tuned", "matvit", seed, settings=short,
                           varied={{"model.init_from": nested}})
         run.measure("look", seed, look, {{"nested": nested, "plain": plain, "tuned": tuned}})
@@ -534,17 +546,24 @@ def checkpoint_step(folder):
 def test_a_killed_run_on_ray_continues_to_the_table_of_one_job(script, here, tmp_path, capsys):
     """Two workers of a Ray on this machine."""
     ray = ("--cluster", "local", "--jobs", "2", *LONG)
+    hold = tmp_path / "hold"
+    hold.touch()  # neither training may end while the other's process is still starting
     first = script(*ray)
     folder = tmp_path / "runs/jobs/tiny"
     nested, plain = folder / "seed0/nested", folder / "seed0/plain"
     waited = time.monotonic() + PATIENCE
-    while not all((node / "checkpoints/last.ckpt").is_file() for node in (nested, plain)):
+    while not all(
+        list(node.glob(name))
+        for node in (nested, plain)
+        for name in ("checkpoints/last.ckpt", "log*")
+    ):
         assert first.poll() is None and time.monotonic() < waited
         time.sleep(0.05)
+    hold.unlink()
     first.send_signal(signal.SIGKILL)
     first.wait()
     second = script(*ray)  # at once: the lock in a node's folder has to hold it off
-    said = second.communicate()[0]
+    said = second.communicate(timeout=PATIENCE)[0]
     assert second.returncode == 0, said
     for node in (nested, plain):
         assert read_record(node)["finished"] and checkpoint_step(node) == 16 * 6
