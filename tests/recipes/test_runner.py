@@ -508,23 +508,33 @@ LONG = ("--trainer.max_epochs=16", "--trainer.log_every_n_steps=6")
 LONG += ("--data.per_class=20", "--data.batch_size=32")
 
 
+def wait_until(condition, process):
+    """Wait for a condition that a running process brings about."""
+    waited = time.monotonic() + PATIENCE
+    while not condition():
+        assert process.poll() is None and time.monotonic() < waited
+        time.sleep(0.05)
+
+
+def can_continue(node):
+    """Whether a stage's node has a checkpoint to go on from and a log.
+
+    The log's folder comes with its first line, which may be after the first checkpoint, and
+    last.ckpt, from which the next run goes on, after the epoch's own.
+    """
+    return all(list(node.glob(name)) for name in ("checkpoints/last.ckpt", "log*"))
+
+
 def test_a_second_run_is_refused_and_a_killed_one_continues(script, here, tmp_path):
     first = script("--jobs", "2", *LONG)
     folder = tmp_path / "runs/jobs/tiny"
     nested, lock = folder / "seed0/nested", folder / ".lock"
-    waited = time.monotonic() + PATIENCE
-    while not (lock.is_file() and lock.read_text() == str(first.pid)):
-        assert first.poll() is None and time.monotonic() < waited
-        time.sleep(0.05)
+    wait_until(lambda: lock.is_file() and lock.read_text() == str(first.pid), first)
     first.send_signal(signal.SIGSTOP)  # it must not end before the second asks for the folder
     with pytest.raises(ValueError, match=rf"is in use by another run \(process {first.pid}\)"):
         here(*LONG)
     first.send_signal(signal.SIGCONT)
-    # the log's folder comes with its first line, which may be after the first checkpoint, and
-    # last.ckpt, from which the next run goes on, after the epoch's own
-    while not all(list(nested.glob(name)) for name in ("checkpoints/last.ckpt", "log*")):
-        assert first.poll() is None and time.monotonic() < waited
-        time.sleep(0.05)
+    wait_until(lambda: can_continue(nested), first)
     first.send_signal(signal.SIGKILL)
     first.wait()
     time.sleep(1)
@@ -551,14 +561,7 @@ def test_a_killed_run_on_ray_continues_to_the_table_of_one_job(script, here, tmp
     first = script(*ray)
     folder = tmp_path / "runs/jobs/tiny"
     nested, plain = folder / "seed0/nested", folder / "seed0/plain"
-    waited = time.monotonic() + PATIENCE
-    while not all(
-        list(node.glob(name))
-        for node in (nested, plain)
-        for name in ("checkpoints/last.ckpt", "log*")
-    ):
-        assert first.poll() is None and time.monotonic() < waited
-        time.sleep(0.05)
+    wait_until(lambda: can_continue(nested) and can_continue(plain), first)
     hold.unlink()
     first.send_signal(signal.SIGKILL)
     first.wait()
@@ -587,10 +590,7 @@ def test_a_cluster_needs_ray_and_gives_one_device(go, trainings, monkeypatch):
 def test_ctrl_c_ends_all_and_says_how_to_go_on(script, tmp_path):
     process = script("--jobs", "2", "--trainer.max_epochs=400")
     record = tmp_path / "runs/jobs/tiny/seed0/nested/checkpoints"
-    waited = time.monotonic() + PATIENCE
-    while not list(record.glob("*.ckpt")):
-        assert process.poll() is None and time.monotonic() < waited
-        time.sleep(0.05)
+    wait_until(lambda: list(record.glob("*.ckpt")), process)
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 1 and "interrupted: the same command continues" in said
